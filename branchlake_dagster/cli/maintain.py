@@ -121,13 +121,19 @@ def run(
 
     A run may be interrupted and started again.
     """
-    from branchlake_dagster.maintenance.maintenance_run import run_maintenance
+    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart, run_maintenance
     from branchlake_dagster.maintenance.summary import list_result_sections, result_to_json
 
+    parts = _choose_parts(only, tables)
+    if adopt_journal and MaintenancePart.COLLECTION not in parts:
+        raise click.UsageError(
+            "--adopt-journal concerns the collection, which this run leaves out. Add --only collection, or"
+            " leave out the tables."
+        )
     lake = _open_lake(module, changes=True)
     result = run_maintenance(
         lake,
-        _choose_parts(only, tables),
+        parts,
         tables=tables or None,
         options=_build_options(strategy, columns, hot, minutes),
         adopt_journal=adopt_journal,

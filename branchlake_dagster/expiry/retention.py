@@ -12,9 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import Position
+
+if TYPE_CHECKING:
+    from branchlake_dagster.settings import Settings
 
 MIN_SNAPSHOTS_PROPERTY = "history.expire.min-snapshots-to-keep"
 MAX_AGE_PROPERTY = "history.expire.max-snapshot-age-ms"
@@ -28,6 +32,8 @@ class ExpiryPolicy:
     consumer's position names stays for `position_age`, counted from the snapshot's time; an older position is
     given up, and its consumer must compute everything anew. With `position_count`, positions keep no more
     snapshots than that number either. Publications of the last `undo_age` can be undone.
+
+    The maintenance uses `from_settings` if its options have no policy.
 
     Raises ConfigurationError for a number below 1 or a negative time.
 
@@ -47,6 +53,19 @@ class ExpiryPolicy:
     position_age: timedelta = timedelta(days=30)
     undo_age: timedelta = timedelta(days=7)
     position_count: int | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> ExpiryPolicy:
+        """Return the policy of a lake: `BRANCHLAKE_SNAPSHOT_KEEP_COUNT` and the settings beside it.
+
+        The time of undo never exceeds the history horizon, because an undo reads an earlier commit.
+        """
+        return cls(
+            keep_count=settings.snapshot_keep_count,
+            keep_age=timedelta(days=settings.snapshot_keep_days),
+            position_age=timedelta(days=settings.position_days),
+            undo_age=timedelta(days=min(settings.undo_days, settings.history_horizon_days)),
+        )
 
     def __post_init__(self) -> None:
         if self.keep_count < 1:

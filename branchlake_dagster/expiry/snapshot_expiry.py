@@ -8,7 +8,7 @@ The commit has no publication id. So no reader of publications takes it for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -35,6 +35,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Content, ContentKey, IcebergTable
 from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.wording import format_count
 
 _FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-io-impl")
@@ -74,12 +75,12 @@ class SnapshotExpirer:
         """Plan the expiry, and change nothing.
 
         Args:
-            tables: Dotted names of tables on `main`; None for all tables. Unknown names are left out.
+            tables: Dotted names of tables on `main`; None for all tables.
             policy: How long snapshots stay. (default: `ExpiryPolicy()`)
 
         A table whose metadata cannot be read becomes a row with an error, and the others are planned. Costs
-        one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and errors of
-        Nessie.
+        one read of the metadata file of each table on `main`. Raises TableMissing for a name that `main` does
+        not have, ConsumersUnreadable, and errors of Nessie.
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()
@@ -87,11 +88,12 @@ class SnapshotExpirer:
         entries = self._client.entries(
             main.pinned_ref, filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
         )
+        entries = [entry for entry in entries if tables is None or entry.key.name in tables]
+        _require_existing(tables or (), {entry.key.name for entry in entries})
         rooted_tables: dict[ContentKey, tuple[RootedTable, int]] = {}
         failed_tables: list[PlannedTable] = []
         for entry in entries:
-            wanted = tables is None or entry.key.name in tables
-            if not wanted or not isinstance(entry.content, IcebergTable):
+            if not isinstance(entry.content, IcebergTable):
                 continue
             location = entry.content.metadata_location
             try:
@@ -211,6 +213,12 @@ def plan_expiry(
 ) -> ExpiryPlan:
     """Plan the expiry of snapshots on a lake. As `SnapshotExpirer.plan`."""
     return SnapshotExpirer.of_lake(lake).plan(tables, policy)
+
+
+def _require_existing(names: Collection[str], existing_names: Set[str]) -> None:
+    for name in names:
+        if name not in existing_names:
+            raise TableMissing(f"Main has no table {name}.", table=name, hint="Check the name.")
 
 
 def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) -> RootedTable:

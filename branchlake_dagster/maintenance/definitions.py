@@ -49,7 +49,8 @@ def maintenance_definitions(
     Args:
         namespaces (Sequence[str | Sequence[str]]): Namespaces whose health is shown: dotted names, or their
             elements.
-        options (Optional[MaintenanceOptions]): How tables are compacted, and how long snapshots stay.
+        options (Optional[MaintenanceOptions]): How tables are compacted, and how long snapshots stay. Without
+            an expiry policy, the settings decide how long, as for `branchlake maintain`.
         limits (Optional[HealthLimits]): When a check of a namespace's health warns.
         cron_schedules (Optional[Mapping]): When a part runs, instead of 01:00, 03:00 and 04:00. Keys are
             `compaction`, `expiry` and `collection`.
@@ -66,7 +67,7 @@ def maintenance_definitions(
         Definitions: They need the resource of the lake, which `branchlake_definitions` provides.
 
     Raises:
-        ConfigurationError: An age of the expiry policy exceeds the history horizon, or a key of
+        ConfigurationError: `undo_age` of the expiry policy exceeds the history horizon, or a key of
             `cron_schedules` is not a part of the maintenance.
 
     Examples:
@@ -82,7 +83,7 @@ def maintenance_definitions(
             )
     """
     options = options or MaintenanceOptions()
-    options.require_consistent(settings or Settings())
+    options.choose_policy(settings or Settings())
     times = _parse_schedules(cron_schedules or {})
     status = DefaultScheduleStatus.RUNNING if start_schedules else DefaultScheduleStatus.STOPPED
     jobs = {

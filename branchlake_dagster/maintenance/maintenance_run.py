@@ -48,7 +48,8 @@ class MaintenanceOptions:
 
     Args:
         compaction (CompactionOptions): What is compacted, how, and within which budgets.
-        expiry (ExpiryPolicy): How long snapshots stay.
+        expiry (Optional[ExpiryPolicy]): How long snapshots stay. (default: `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`,
+            `BRANCHLAKE_SNAPSHOT_KEEP_DAYS`, `BRANCHLAKE_UNDO_DAYS` and `BRANCHLAKE_POSITION_DAYS`)
         max_seconds (Optional[float]): Seconds after which a compaction, and then a collection, begins no
             further work. Finished compactions are published. An expiry has no limit. (default: no limit for a
             compaction, `BRANCHLAKE_COLLECTION_BUDGET_S` for a collection)
@@ -63,24 +64,27 @@ class MaintenanceOptions:
     """
 
     compaction: CompactionOptions = field(default_factory=CompactionOptions)
-    expiry: ExpiryPolicy = field(default_factory=ExpiryPolicy)
+    expiry: ExpiryPolicy | None = None
     max_seconds: float | None = None
 
-    def require_consistent(self, settings: Settings) -> None:
-        """Require that the ages of the expiry policy do not exceed the history horizon.
+    def choose_policy(self, settings: Settings) -> ExpiryPolicy:
+        """Return the expiry policy: that of the options, or else that of the settings.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError if `undo_age` exceeds the history horizon: an undo reads an earlier commit
+        of `main`. Other ages may be longer, because the newest metadata of a table has its snapshots.
         """
+        if self.expiry is None:
+            return ExpiryPolicy.from_settings(settings)
         horizon = settings.history_horizon
-        for name in ("keep_age", "undo_age", "position_age"):
-            age = getattr(self.expiry, name)
-            if age > horizon:
-                raise ConfigurationError(
-                    f"{name} of the ExpiryPolicy is {age}, but earlier commits stay readable for {horizon}.",
-                    hint="Shorten it, or raise BRANCHLAKE_HISTORY_HORIZON_DAYS.",
-                    reason="horizon_too_short",
-                    subject=name,
-                )
+        if self.expiry.undo_age > horizon:
+            raise ConfigurationError(
+                f"undo_age of the ExpiryPolicy is {self.expiry.undo_age}, but earlier commits stay readable"
+                f" for {horizon}.",
+                hint="Shorten it, or raise BRANCHLAKE_HISTORY_HORIZON_DAYS.",
+                reason="horizon_too_short",
+                subject="undo_age",
+            )
+        return self.expiry
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,12 @@ def plan_maintenance(
     Raises ConfigurationError.
     """
     options = options or MaintenanceOptions()
-    options.require_consistent(lake.settings)
+    policy = options.choose_policy(lake.settings)
     guard = _Parts(parts)
     compaction = guard.call(
         MaintenancePart.COMPACTION, lambda: plan_compactions(lake, tables, _limit_compaction(options))
     )
-    expiry = guard.call(
-        MaintenancePart.EXPIRY, lambda: SnapshotExpirer.of_lake(lake).plan(tables, options.expiry)
-    )
+    expiry = guard.call(MaintenancePart.EXPIRY, lambda: SnapshotExpirer.of_lake(lake).plan(tables, policy))
     collection = guard.call(
         MaintenancePart.COLLECTION, lambda: _build_collector(lake, options, progress).plan()
     )
@@ -167,12 +169,12 @@ def run_maintenance(
     rewrite of a compaction and before each part. Raises ConfigurationError.
     """
     options = options or MaintenanceOptions()
-    options.require_consistent(lake.settings)
+    policy = options.choose_policy(lake.settings)
     guard = _Parts(parts, may_continue)
     compaction = guard.call(
         MaintenancePart.COMPACTION, lambda: _run_compaction(lake, tables, options, may_continue, progress)
     )
-    expiry = guard.call(MaintenancePart.EXPIRY, lambda: _run_expiry(lake, tables, options, progress))
+    expiry = guard.call(MaintenancePart.EXPIRY, lambda: _run_expiry(lake, tables, policy, progress))
     manifests = guard.call(MaintenancePart.EXPIRY, lambda: _merge_manifests(lake, tables))
     collection = guard.call(
         MaintenancePart.COLLECTION,
@@ -227,11 +229,11 @@ def _run_compaction(
 def _run_expiry(
     lake: Lakehouse,
     tables: Sequence[str] | None,
-    options: MaintenanceOptions,
+    policy: ExpiryPolicy,
     progress: Callable[[str], None],
 ) -> ExpiryResult:
     expirer = SnapshotExpirer.of_lake(lake)
-    plan = expirer.plan(tables, options.expiry)
+    plan = expirer.plan(tables, policy)
     return expirer.run(
         plan,
         report=lambda table: progress(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from branchlake_dagster import MaintenanceOptions, branchlake_definitions, maint
 from branchlake_dagster.cli.main import main as command
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions, Strategy
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
-from branchlake_dagster.errors import ConfigurationError, StoredFileDamaged
+from branchlake_dagster.errors import ConfigurationError, StoredFileDamaged, TableMissing
 from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.maintenance import maintenance_run
@@ -122,12 +123,53 @@ def test_a_paused_run_begins_no_further_part(lakehouse: Lakehouse, table: str) -
     assert len(load(lakehouse, table).metadata.snapshots) == 4
 
 
-@pytest.mark.parametrize("name", ["keep_age", "undo_age", "position_age"])
-def test_snapshots_that_outlive_their_files_are_refused(name: str) -> None:
-    options = MaintenanceOptions(expiry=ExpiryPolicy(**{name: timedelta(days=31)}))
-    with raising(ConfigurationError, reason="horizon_too_short", subject=name):
+def test_an_undo_beyond_the_history_horizon_is_refused() -> None:
+    options = MaintenanceOptions(expiry=ExpiryPolicy(undo_age=timedelta(days=31)))
+    with raising(ConfigurationError, reason="horizon_too_short", subject="undo_age"):
         maintenance_definitions(options=options, settings=Settings())
     maintenance_definitions(options=options, settings=Settings(history_horizon_days=31))
+
+
+@pytest.mark.parametrize("name", ["keep_age", "position_age"])
+def test_snapshots_may_stay_longer_than_earlier_commits(name: str) -> None:
+    """The files of all snapshots in the newest metadata stay anyway."""
+    policy = ExpiryPolicy(**{name: timedelta(days=365)})  # type: ignore[arg-type]
+    options = MaintenanceOptions(expiry=policy)
+    assert options.choose_policy(Settings()) == policy
+    maintenance_definitions(options=options, settings=Settings())
+
+
+def test_the_settings_decide_without_a_policy() -> None:
+    assert MaintenanceOptions().choose_policy(Settings()) == ExpiryPolicy()
+    settings = Settings(snapshot_keep_count=7, snapshot_keep_days=90, undo_days=2, position_days=60)
+    policy = ExpiryPolicy(7, timedelta(days=90), timedelta(days=60), timedelta(days=2))
+    for options in (MaintenanceOptions(), MaintenanceOptions(CompactionOptions(include_hot=True))):
+        assert options.choose_policy(settings) == policy
+    short = Settings(history_horizon_days=3, orphan_grace_h=72)
+    assert MaintenanceOptions().choose_policy(short).undo_age == timedelta(days=3)
+    maintenance_definitions(settings=short)
+
+
+def test_the_policy_of_the_settings_reaches_the_expiry(lakehouse: Lakehouse, table: str) -> None:
+    few = lakehouse.settings.model_copy(
+        update={"snapshot_keep_count": 2, "snapshot_keep_days": 0.0, "undo_days": 0.0}
+    )
+    lake = copy(lakehouse)
+    lake.settings = few
+    plan = plan_maintenance(lake, [MaintenancePart.EXPIRY], tables=[table])
+    assert plan.expiry is not None
+    assert [one.expired_count for one in plan.expiry.tables] == [2]
+    result = run_maintenance(lake, [MaintenancePart.EXPIRY], tables=[table])
+    assert result.expiry is not None
+    assert [one.kept_count for one in result.expiry.tables] == [2]
+
+
+def test_a_name_that_main_lacks_fails_each_part(lakehouse: Lakehouse, table: str) -> None:
+    for part in (MaintenancePart.COMPACTION, MaintenancePart.EXPIRY):
+        for run in (plan_maintenance, run_maintenance):
+            errors = run(lakehouse, [part], tables=[table, "no.table"]).errors
+            assert [type(error) for error in errors.values()] == [TableMissing]
+    assert len(load(lakehouse, table).metadata.snapshots) == 4
 
 
 def test_a_section_escapes_and_cuts_its_table() -> None:
@@ -172,9 +214,17 @@ def test_the_commands(lakehouse: Lakehouse, table: str) -> None:
     assert [holder["reference"] for holder in kept["holders"]][:1] == ["main"]
     shown = CliRunner().invoke(command, ["maintain", "plan", table])
     assert shown.exit_code == 0
-    missing = CliRunner().invoke(command, ["maintain", "plan", "no.table", "--only", "compaction"])
-    assert missing.exit_code == 1
-    assert "no.table" in missing.output
+    for part in ("compaction", "expiry"):
+        missing = CliRunner().invoke(command, ["maintain", "run", "no.table", "--only", part])
+        assert missing.exit_code == 1
+        assert "no.table" in missing.output
+
+
+@pytest.mark.parametrize("words", [["some.table"], ["--only", "expiry"]])
+def test_a_journal_is_adopted_only_with_a_collection(words: list[str]) -> None:
+    result = CliRunner().invoke(command, ["maintain", "run", *words, "--adopt-journal"])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
 
 
 # -- in Dagster ----------------------------------------------------------------------------------------
