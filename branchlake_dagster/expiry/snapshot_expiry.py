@@ -85,10 +85,13 @@ class SnapshotExpirer:
         policy = policy or ExpiryPolicy()
         now = self._clock()
         main = self._client.reference(MAIN)
-        entries = self._client.entries(
-            main.pinned_ref, filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
-        )
-        entries = [entry for entry in entries if tables is None or entry.key.name in tables]
+        entries = [
+            entry
+            for entry in self._client.entries(
+                main.pinned_ref, filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
+            )
+            if tables is None or entry.key.name in tables
+        ]
         _require_existing(tables or (), {entry.key.name for entry in entries})
         rooted_tables: dict[ContentKey, tuple[RootedTable, int]] = {}
         failed_tables: list[PlannedTable] = []
