@@ -441,7 +441,7 @@ class Settings(BaseSettings):
         if "history_horizon_days" in self.model_fields_set:
             return horizon
         failed_runs = timedelta(hours=self.keep_failed_hours + self.discard_grace_h)
-        return max(horizon, failed_runs, self.orphan_grace)
+        return max(horizon, failed_runs, self.orphan_grace, timedelta(days=self.undo_days))
 
     @property
     def lake_id(self) -> str:

@@ -1,3 +1,4 @@
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -47,9 +48,10 @@ def test_an_undo_needs_the_history_horizon(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValidationError):
         Settings(**short, undo_days=4)
     assert LakehouseResource(**short).lakehouse.settings.history_horizon_days == 3
+    assert Settings(undo_days=31).history_horizon == timedelta(days=31)  # its default grows
     monkeypatch.setenv("BRANCHLAKE_UNDO_DAYS", "31")
     with pytest.raises(ValidationError):
-        Settings()
+        Settings(history_horizon_days=30)
     assert Settings(history_horizon_days=31).undo_days == 31
 
 

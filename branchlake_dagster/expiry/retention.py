@@ -64,7 +64,7 @@ class ExpiryPolicy:
             keep_count=settings.snapshot_keep_count,
             keep_age=timedelta(days=settings.snapshot_keep_days),
             position_age=timedelta(days=settings.position_days),
-            undo_age=timedelta(days=min(settings.undo_days, settings.history_horizon_days)),
+            undo_age=min(timedelta(days=settings.undo_days), settings.history_horizon),
         )
 
     def __post_init__(self) -> None:
