@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from branchlake_dagster.expiry.retention import MIN_SNAPSHOTS_PROPERTY, KeptBy
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster_tests.expiry.test_snapshot_expiry import appended, expired, ids, seeded
+from branchlake_dagster_tests.expiry.test_snapshot_expiry import appended, expired, ids, planned, seeded
 from branchlake_dagster_tests.publication.workbench import Workbench
 
 
@@ -37,4 +38,23 @@ def test_spark_goes_on_after_an_expiry(lakehouse: Lakehouse, namespace: str) -> 
     assert ids(bench)[:2] == before
     appended(bench, 10)
     assert len(bench.rows()) == 6
+    bench.clean()
+
+
+@pytest.mark.spark
+def test_retention_that_spark_sets_on_the_table_counts(lakehouse: Lakehouse, namespace: str) -> None:
+    bench = Workbench(lakehouse, namespace)
+    before = seeded(bench, 6)
+    bench.sql(
+        f"ALTER TABLE {{t}} REPLACE BRANCH main AS OF VERSION {before[-1]} WITH SNAPSHOT RETENTION 4 SNAPSHOTS"
+    )
+    (table,) = planned(bench).tables
+    assert (table.oldest_id, table.kept_by, table.holder) == (before[2], KeptBy.RETENTION, "main")
+    bench.sql("ALTER TABLE {t} CREATE BRANCH audit WITH SNAPSHOT RETENTION 5 SNAPSHOTS")
+    (table,) = planned(bench).tables
+    assert (table.oldest_id, table.holder) == (before[1], "audit")
+    bench.sql(f"ALTER TABLE {{t}} SET TBLPROPERTIES ('{MIN_SNAPSHOTS_PROPERTY}'='6')")
+    assert expired(bench).expired_count == 0
+    (table,) = planned(bench).tables
+    assert (table.kept_by, table.holder) == (KeptBy.RETENTION, "")
     bench.clean()
