@@ -260,9 +260,13 @@ class FileCollector:
 
     def _begin(self, pass_id: str, now: datetime, keyer: LocationKeyer) -> _Pass:
         writers = find_living_writers(
-            self._heartbeats, self._now(), monotonic=self._monotonic, sleep=self._sleep
+            self._heartbeats,
+            self._now(),
+            monotonic=self._monotonic,
+            sleep=self._sleep,
+            progress=self._progress,
         )
-        rule = OrphanRule(now, self.rules.grace, tuple(load_claims(self._client, writers)))
+        rule = OrphanRule(now, self.rules.grace, tuple(load_claims(self._client, writers, self._now())))
         history = LiveHistory(
             self._client,
             self.rules.horizon,
@@ -342,7 +346,7 @@ class FileCollector:
                 file_count += 1
                 if is_hidden(file.path[prefix:]):
                     one.early_counts[FileVerdict.HIDDEN.value] += 1
-                elif file.modified_us > one.rule.newest_modified_us:
+                elif file.age_us > one.rule.newest_age_us:
                     one.early_counts[FileVerdict.YOUNG.value] += 1
                 else:
                     spool.add(file, number, self._files.location_of(file.path))
@@ -357,7 +361,7 @@ class FileCollector:
         keys: list[np.uint64] = []
         for part in spool:
             locations = [self._files.location_of(path) for path in part.paths]
-            verdicts = one.rule.judge(part.keys, part.modified_us, locations, one.reachable.keys)
+            verdicts = one.rule.judge(part.keys, part.age_us, locations, one.reachable.keys)
             for index, verdict in enumerate(verdicts):
                 if verdict is not FileVerdict.ORPHAN:
                     kept[verdict.value] = kept.get(verdict.value, 0) + 1
@@ -468,9 +472,15 @@ class FileCollector:
     def _select_orphans(self, one: _Pass, batch: Sequence[PlannedFile]) -> list[PlannedFile]:
         """Return the files that the rule still calls orphans, and that are gone or unchanged."""
         locations = [self._files.location_of(file.path) for file in batch]
-        modified_us = np.array([file.modified_us for file in batch], np.int64)
-        verdicts = one.rule.judge(one.keyer.keys(locations), modified_us, locations, one.reachable.keys)
         present = self._files.inspect([file.path for file in batch])
+        age_us = np.array(
+            [
+                current.age_us if current is not None else file.modified_us
+                for file, current in zip(batch, present, strict=True)
+            ],
+            np.int64,
+        )
+        verdicts = one.rule.judge(one.keyer.keys(locations), age_us, locations, one.reachable.keys)
         folders = {location.rpartition("/")[0] for location in locations}
         table_folders = {folder for folder in folders if self._files.is_table_folder(folder)}
         return [

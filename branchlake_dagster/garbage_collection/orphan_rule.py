@@ -59,26 +59,25 @@ class OrphanRule:
     """Canonical folders."""
 
     @cached_property
-    def newest_modified_us(self) -> int:
-        """The latest time, in µs since 1970, at which an orphan may have been modified."""
+    def newest_age_us(self) -> int:
+        """The latest time, in µs since 1970, that an orphan may have."""
         return to_microseconds(self.now - self.grace)
 
     def judge(
-        self, keys: Keys, modified_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
+        self, keys: Keys, age_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
     ) -> list[FileVerdict]:
         """Judge files that are not hidden, in their order.
 
-        `locations` are needed only for files that no other rule keeps.
+        `age_us` are the times that decide how old they are (`ListedFile.age_us`). `locations` are needed only for files that no other rule keeps.
         """
         verdicts = [FileVerdict.REACHABLE] * int(keys.size)
         claimed_since = earliest_claim(self.claims, self.now)
         claimed_since_us = math.inf if claimed_since is None else to_microseconds(claimed_since)
-        claimed_folders = frozenset[str]().union(*(claim.folders for claim in self.claims))
         for index in np.flatnonzero(~reachable.contains(keys)).tolist():
-            modified = int(modified_us[index])
-            if modified > self.newest_modified_us:
+            written_us = int(age_us[index])
+            if written_us > self.newest_age_us:
                 verdicts[index] = FileVerdict.YOUNG
-            elif modified >= claimed_since_us or _is_in_any(locations[index], claimed_folders):
+            elif written_us >= claimed_since_us:
                 verdicts[index] = FileVerdict.CLAIMED
             elif _is_in_any(locations[index], self.protected_folders):
                 verdicts[index] = FileVerdict.PROTECTED

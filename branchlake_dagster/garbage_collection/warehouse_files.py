@@ -16,7 +16,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileSystem, FileType, FSSpecHandler, LocalFileSystem, PyFileSystem
+from pyarrow.fs import (
+    FileInfo,
+    FileSelector,
+    FileSystem,
+    FileType,
+    FSSpecHandler,
+    LocalFileSystem,
+    PyFileSystem,
+)
 from pyiceberg.io import load_file_io
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
@@ -37,11 +45,17 @@ class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named lik
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A file: its path, its size in bytes, and its time, in µs since 1970 by the store's clock."""
+    """A file: its path, its size in bytes, and its times, in µs since 1970 by the store's clock.
+
+    `age_us` is the time that decides how old the file is. It is `modified_us`, or for a local file the last
+    change of its status if that is later: tools such as `mv`, `cp -p` and `rsync -a` keep the time of a
+    file's content. New hard links and permissions also make a file younger.
+    """
 
     path: str
     size: int
     modified_us: int
+    age_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,7 @@ class WarehouseFiles:
                 return
             for info in self._system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True)):
                 if info.type is FileType.File:
-                    yield ListedFile(info.path, info.size or 0, _to_microseconds(info.mtime))
+                    yield _describe_remote_file(info)
         except OSError as error:
             raise WarehouseUnreadable(
                 f"Folder {folder} cannot be listed: {type(error).__name__}.",
@@ -180,12 +194,7 @@ class WarehouseFiles:
                 f"Files of {self.location} cannot be inspected: {type(error).__name__}.",
                 hint="These files were not deleted. Run the collection again when the storage answers.",
             ) from error
-        return [
-            ListedFile(info.path, info.size or 0, _to_microseconds(info.mtime))
-            if info.type is FileType.File
-            else None
-            for info in infos
-        ]
+        return [_describe_remote_file(info) if info.type is FileType.File else None for info in infos]
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -280,6 +289,20 @@ def _to_microseconds(modified_at: Any) -> int:
     return to_microseconds(modified_at) if modified_at is not None else _FAR_FUTURE_US
 
 
+def local_age_ns(status: os.stat_result) -> int:
+    """Return the time that decides how old a local file is, in ns since 1970."""
+    return max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _describe_local_file(path: str, status: os.stat_result) -> ListedFile:
+    return ListedFile(path, status.st_size, status.st_mtime_ns // 1000, local_age_ns(status) // 1000)
+
+
+def _describe_remote_file(info: FileInfo) -> ListedFile:
+    modified_us = _to_microseconds(info.mtime)
+    return ListedFile(info.path, info.size or 0, modified_us, modified_us)
+
+
 def _iter_local_files(path: str) -> Iterator[ListedFile]:
     folders = [path]
     while folders:
@@ -296,7 +319,7 @@ def _iter_local_files(path: str) -> Iterator[ListedFile]:
                         status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    yield ListedFile(entry.path, status.st_size, status.st_mtime_ns // 1000)
+                    yield _describe_local_file(entry.path, status)
 
 
 def _inspect_local_file(path: str) -> ListedFile | None:
@@ -305,8 +328,8 @@ def _inspect_local_file(path: str) -> ListedFile | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISREG(status.st_mode):
-        return ListedFile(path, _NO_FILE, 0)
-    return ListedFile(path, status.st_size, status.st_mtime_ns // 1000)
+        return ListedFile(path, _NO_FILE, 0, _FAR_FUTURE_US)
+    return _describe_local_file(path, status)
 
 
 def _is_unicode(name: str) -> bool:

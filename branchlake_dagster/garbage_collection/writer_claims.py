@@ -1,8 +1,10 @@
 """Find the files that a living writer may have written and not committed yet.
 
-A writer names its branch in its heartbeats. It wrote no file for that branch before the commit from which
-the branch started. So it may have written every file that is younger, and every file of the tables that
-the branch has changed. A writer whose branch is unknown may have written any file.
+A writer's heartbeats contain the start of its process and its branch. It wrote no file before its process
+started, nor before the commit from which its branch started. So it may have written every file that is
+younger than both. Its branch may not exist: before the run's first access to a table, in runs that only read,
+and in live ingestions, whose batches have branches of their own. Then only the start of the process counts.
+A writer of which neither is known may have written any file.
 """
 
 from __future__ import annotations
@@ -11,10 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from branchlake_dagster.garbage_collection.location_keys import canonical_location
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
-from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.runs.failure_detector import (
     Heartbeats,
     Liveness,
@@ -22,10 +22,10 @@ from branchlake_dagster.runs.failure_detector import (
     watch_suspects,
 )
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.tables.table_files import table_root
+from branchlake_dagster.wording import format_count
 
 CLOCK_TOLERANCE = timedelta(hours=1)
-"""The clocks of Nessie and of the store may differ by this much."""
+"""The clocks of the writer, of Nessie and of the store may differ by this much."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,12 @@ class WriterClaim:
     """The files that a living writer may have written.
 
     `since` is the time from which on it may have written any file; None if it may have written files of any
-    age. `folders` are canonical folders of tables whose files it may have written at any time.
+    age.
     """
 
     branch: str
     writer: str
     since: datetime | None = None
-    folders: frozenset[str] = frozenset()
 
 
 def find_living_writers(
@@ -48,13 +47,19 @@ def find_living_writers(
     *,
     monotonic: Callable[[], float],
     sleep: Callable[[float], None],
+    progress: Callable[[str], None] = lambda _: None,
 ) -> list[Heartbeat]:
     """Return the writers that are not proved dead. Raises HeartbeatsUnreadable.
 
-    Waits about three heartbeat intervals if the time of a heartbeat is stale.
+    Waits about three heartbeat intervals if the time of a heartbeat is stale. `progress` is called with a
+    sentence before that.
     """
+    progress("Reading heartbeats.")
     verdicts = judge_by_timestamp(store.all(), now)
     suspects = [beat for beat, liveness in verdicts.items() if liveness is Liveness.SUSPECT]
+    if suspects:
+        seconds = max(beat.max_silence_s for beat in suspects)
+        progress(f"Watching {format_count(len(suspects), 'silent writer')} for {seconds:.0f} s.")
     watched = watch_suspects(store, suspects, monotonic=monotonic, sleep=sleep)
     return [
         *(beat for beat, liveness in verdicts.items() if liveness is Liveness.ALIVE),
@@ -62,36 +67,38 @@ def find_living_writers(
     ]
 
 
-def load_claims(client: NessieClient, writers: Iterable[Heartbeat]) -> list[WriterClaim]:
-    """Return what each writer claims. Raises NessieError. Costs three requests per branch."""
-    claims: dict[str, WriterClaim] = {}
+def load_claims(client: NessieClient, writers: Iterable[Heartbeat], now: datetime) -> list[WriterClaim]:
+    """Return what each writer claims. Raises NessieError. Costs two requests per branch."""
+    bases: dict[str, datetime | None] = {}
     result = []
     for beat in writers:
-        if beat.branch not in claims:
-            claims[beat.branch] = _load_branch_claim(client, beat.branch)
-        claim = claims[beat.branch]
-        result.append(WriterClaim(beat.branch, beat.writer, claim.since, claim.folders))
+        if beat.branch not in bases:
+            bases[beat.branch] = _load_base_time(client, beat.branch)
+        times = [time for time in (bases[beat.branch], _find_start(beat, now)) if time is not None]
+        result.append(WriterClaim(beat.branch, beat.writer, max(times) - CLOCK_TOLERANCE if times else None))
     return result
 
 
-def _load_branch_claim(client: NessieClient, branch: str) -> WriterClaim:
+def _find_start(beat: Heartbeat, now: datetime) -> datetime | None:
+    """Return the start of the writer's process; None if its heartbeat does not show it.
+
+    The clock of the writer may be ahead. So its process is at least as old as it was at its last heartbeat,
+    both by its own clock. A start after the last heartbeat shows that this clock was set back meanwhile.
+    """
+    if beat.started_at is None or beat.written_at is None or beat.started_at > beat.written_at:
+        return None
+    return min(beat.started_at, now - (beat.written_at - beat.started_at))
+
+
+def _load_base_time(client: NessieClient, branch: str) -> datetime | None:
+    """Return the time of the commit from which a branch started; None if it is not known."""
     try:
         head = client.reference(branch, fetch_metadata=True)
         base_hash = head.metadata.common_ancestor_hash if head.metadata else None
-        if base_hash is None:
-            return WriterClaim(branch, "")
-        changes = client.diff(f"@{base_hash}", f"@{head.hash}") if base_hash != head.hash else ()
-        folders = {
-            canonical_location(table_root(content.metadata_location))
-            for change in changes
-            for content in (change.from_content, change.to_content)
-            if isinstance(content, IcebergTable)
-        }
-        base = next(iter(client.log(f"@{base_hash}", limit=1)), None)
-        since = base.commit.commit_time if base is not None else None
+        base = next(iter(client.log(f"@{base_hash}", limit=1)), None) if base_hash is not None else None
     except (ReferenceNotFound, NessieNotFound):
-        return WriterClaim(branch, "")
-    return WriterClaim(branch, "", since and since - CLOCK_TOLERANCE, frozenset(folders))
+        return None
+    return base.commit.commit_time if base is not None else None
 
 
 def earliest_claim(claims: Sequence[WriterClaim], now: datetime) -> datetime | None:

@@ -56,11 +56,29 @@ def new_writer_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
+_process_start = datetime.now(UTC)
+
+
+def _restart_process_clock() -> None:
+    global _process_start
+    _process_start = datetime.now(UTC)
+
+
+# The template of the warm launcher may be days old when it forks the process of a run.
+os.register_at_fork(after_in_child=_restart_process_clock)
+
+
+def process_start() -> datetime:
+    """Return when this process loaded this package, or was forked. It wrote no file for a branch before."""
+    return _process_start
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """The last heartbeat of one writer.
 
-    `counter` grows with each beat; `written_at` is from the writer's clock.
+    `counter` grows with each beat. `written_at` and `started_at`, the start of the writer's process, are from
+    the writer's clock. `started_at` is None in heartbeats of version 0.1.0.
     """
 
     branch: str
@@ -74,6 +92,7 @@ class Heartbeat:
     host: str = ""
     instance: str = ""
     """The Dagster instance of the run; empty if it is not recorded."""
+    started_at: datetime | None = None
     text: str = field(default="", repr=False)
     """The file's content. Two readings that differ prove that the writer wrote in between."""
 
@@ -109,7 +128,8 @@ class HeartbeatStore:
         """Replace the writer's file. Raises OSError."""
         path = self._path(beat.branch, beat.writer)
         fields = {k: v for k, v in asdict(beat).items() if k != "text"}
-        fields["written_at"] = beat.written_at.isoformat() if beat.written_at else None
+        for name in ("written_at", "started_at"):
+            fields[name] = fields[name].isoformat() if fields[name] else None
         # An object store replaces objects atomically. A local file needs a rename for that.
         local = isinstance(self._files, LocalFileSystem)
         target = f"{path}.{beat.counter}.tmp" if local else path
@@ -176,6 +196,9 @@ def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
     try:
         fields = json.loads(content)
         written_at = datetime.fromisoformat(fields["written_at"])
+        started_at = datetime.fromisoformat(fields["started_at"]) if fields.get("started_at") else None
+        if started_at is not None and started_at.tzinfo is None:
+            raise ValueError("not a valid heartbeat")
         interval_s = float(fields["interval_s"])
         if not 0 < interval_s <= MAX_INTERVAL_S or written_at.tzinfo is None:
             raise ValueError("not a valid heartbeat")
@@ -190,6 +213,7 @@ def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
             pid=int(fields["pid"]),
             host=str(fields["host"]),
             instance=str(fields.get("instance") or ""),
+            started_at=started_at.astimezone(UTC) if started_at else None,
             text=content,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -351,6 +375,7 @@ def build_heartbeat(
         pid=os.getpid(),
         host=socket.gethostname(),
         instance=instance,
+        started_at=process_start(),
     )
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from pyiceberg.table import Table
 
+from branchlake_dagster.garbage_collection import warehouse_files
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.location_keys import canonical_location
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
@@ -48,9 +50,10 @@ class MemoryHeartbeats:
     def remove(self, branch: str, writer: str) -> None:
         self.beats = [beat for beat in self.beats if (beat.branch, beat.writer) != (branch, writer)]
 
-    def beat(self, branch: str, *, at: datetime | None = None) -> None:
+    def beat(self, branch: str, *, at: datetime | None = None, started_at: datetime | None = None) -> None:
         written_at = at or datetime.now(UTC)
-        self.beats.append(Heartbeat(branch, f"w-{branch}", "r", written_at=written_at))
+        beat = Heartbeat(branch, f"w-{branch}", "r", written_at=written_at, started_at=started_at)
+        self.beats.append(beat)
 
 
 @dataclass
@@ -174,6 +177,11 @@ def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> Collec
     made = CollectedLake(folder, server, lake, client)
     ensure_main_has_commit(client)
     return made
+
+
+def trust_modification_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `os.utime` age files: their other time, of the last change of their status, cannot be set."""
+    monkeypatch.setattr(warehouse_files, "local_age_ns", lambda status: status.st_mtime_ns)
 
 
 def same_file(one: str, other: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -26,6 +28,7 @@ from branchlake_dagster.errors import (
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
+from branchlake_dagster.garbage_collection import warehouse_files
 from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile, plan_digest
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.explanation import FileExplanation, MomentExplanation
@@ -208,6 +211,40 @@ def test_young_files_and_files_of_the_future_are_kept(lake: CollectedLake) -> No
     assert lake.collect() == {old}
 
 
+@pytest.mark.usefixtures("real_file_times")
+def test_an_old_file_that_was_moved_or_copied_lately_is_young(lake: CollectedLake, tmp_path: Path) -> None:
+    """`mv`, `cp -p` and `rsync -a` keep the time of the content."""
+    source = lake.write(tmp_path / "source.parquet")
+    lake.age(20, only=[source])
+    folder = lake.table_folder() / "data"
+    shutil.copy2(source, folder / "copied.parquet")
+    moved = Path(shutil.move(source, folder / "moved.parquet"))
+    assert moved.stat().st_mtime < time.time() - 19 * 86400
+    assert lake.collector().plan().file_count == 0
+    later = lake.collector(ago=-8 * DAY).plan()
+    assert {file.path for file in later.sample} == {str(moved), str(folder / "copied.parquet")}
+    # The time that is compared before the deletion is that of the content.
+    assert {file.modified_us for file in later.sample} == {moved.stat().st_mtime_ns // 1000}
+
+
+def test_a_planned_file_that_was_replaced_by_a_copy_of_itself_is_kept(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, gone = lake.stray(), lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    inode = Path(kept).stat().st_ino
+    monkeypatch.setattr(
+        warehouse_files,
+        "local_age_ns",
+        lambda status: status.st_ctime_ns if status.st_ino == inode else status.st_mtime_ns,
+    )
+    (executed,) = lake.collector().run().executed
+    assert (executed.deleted, executed.kept) == (1, 1)
+    assert Path(kept).exists()
+    assert not Path(gone).exists()
+
+
 def test_a_machine_whose_clock_is_ahead_deletes_nothing(lake: CollectedLake) -> None:
     lake.stray()
     lake.age(1)
@@ -267,18 +304,28 @@ def test_files_of_a_living_writer_are_kept(lake: CollectedLake) -> None:
     assert lake.collect() == {stray}
 
 
-def test_files_of_tables_that_a_living_writer_changed_are_kept_whatever_their_age(
-    lake: CollectedLake,
-) -> None:
+def test_files_from_before_a_living_writers_start_are_deleted(lake: CollectedLake) -> None:
+    """Also of tables that its branch changed, and if its branch does not exist or is `main`."""
     branch = lake.branch("run-00000000-0000-4000-8000-000000000001")
     lake.append(5, ref=branch)
-    lake.create("u")
-    claimed, other = lake.stray(), lake.stray("u")
+    older, younger = lake.stray(), lake.stray()
     lake.age(40)
-    lake.heartbeats.beat(branch)
-    assert lake.collect() == {other}
+    lake.age(12, only=[younger])
+    for name in (branch, "run-00000000-0000-4000-8000-000000000002", MAIN):
+        lake.heartbeats.beat(name, started_at=datetime.now(UTC) - 20 * DAY)
+    lake.at(datetime.now(UTC) - 20 * DAY)
+    assert lake.collect() == {older}
+    assert lake.collector().plan().metrics.kept["claimed"] >= 1
     lake.heartbeats.beats.clear()
-    assert lake.collect() == {claimed}
+    assert lake.collect() == {younger}
+
+
+def test_silent_writers_are_reported_before_they_are_watched(lake: CollectedLake) -> None:
+    sentences: list[str] = []
+    lake.heartbeats.beat("run-00000000-0000-4000-8000-000000000009", at=datetime.now(UTC) - 9 * DAY)
+    lake.heartbeats.dead = [lake.heartbeats.beats.pop()]
+    lake.collector(progress=sentences.append).plan()
+    assert any("1 silent writer" in sentence for sentence in sentences[:2])
 
 
 def test_a_writer_whose_clock_is_wrong_is_alive_while_its_file_changes(lake: CollectedLake) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,21 @@ from branchlake_dagster.garbage_collection.warehouse_files import (
     to_microseconds,
     to_time,
 )
-from branchlake_dagster.garbage_collection.writer_claims import WriterClaim, load_claims
+from branchlake_dagster.garbage_collection.writer_claims import (
+    CLOCK_TOLERANCE,
+    WriterClaim,
+    load_claims,
+)
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.model import IcebergTable, Namespace, OtherContent, Reference, ReferenceType
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import (
+    IcebergTable,
+    Namespace,
+    OtherContent,
+    Reference,
+    ReferenceMetadata,
+    ReferenceType,
+)
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.settings import Settings
 
@@ -178,7 +191,7 @@ def test_the_rule() -> None:
     rule = OrphanRule(
         NOW,
         7 * DAY,
-        (WriterClaim("b", "w", NOW - 10 * DAY, frozenset({canonical_location("/w/claimed")})),),
+        (WriterClaim("b", "w", NOW - 10 * DAY),),
         frozenset({canonical_location("/w/broken")}),
     )
     assert judge(
@@ -189,8 +202,6 @@ def test_the_rule() -> None:
         ("/w/t/young", NOW - 7 * DAY + timedelta(microseconds=1)),
         ("/w/t/future", NOW + DAY),
         ("/w/t/since", NOW - 9 * DAY),
-        ("/w/claimed/x", old),
-        ("/w/claimed2/x", old),
         ("/w/broken/x", old),
         roots=("file:/w/t/root",),
     ) == [
@@ -200,8 +211,6 @@ def test_the_rule() -> None:
         FileVerdict.YOUNG,
         FileVerdict.YOUNG,
         FileVerdict.CLAIMED,
-        FileVerdict.CLAIMED,
-        FileVerdict.ORPHAN,
         FileVerdict.PROTECTED,
     ]
     unlimited = OrphanRule(NOW, 7 * DAY, (WriterClaim("b", "w", None), WriterClaim("c", "w", NOW)))
@@ -209,10 +218,47 @@ def test_the_rule() -> None:
     assert judge(OrphanRule(NOW, 7 * DAY), ("/w/t/x", NOW - 7 * DAY)) == [FileVerdict.ORPHAN]
 
 
+def claim_since(beat: Heartbeat, base: datetime | None = None) -> datetime | None:
+    """The time from which on the writer may have written files; its branch started at `base`, or is unknown."""
+
+    def find_branch(*_: object, **__: object) -> Reference:
+        if base is None:
+            raise ReferenceNotFound("no branch")
+        metadata = ReferenceMetadata(1, 0, "1", None, None)
+        return Reference(ReferenceType.BRANCH, beat.branch, "0" * 64, metadata)
+
+    commit = SimpleNamespace(commit=SimpleNamespace(commit_time=base))
+    client = SimpleNamespace(reference=find_branch, log=lambda *_, **__: [commit])
+    (claim,) = load_claims(cast(NessieClient, client), [beat], NOW)
+    assert (claim.branch, claim.writer) == (beat.branch, beat.writer)
+    return claim.since
+
+
+def test_a_writer_may_have_written_files_since_its_start_and_its_branchs() -> None:
+    hour = CLOCK_TOLERANCE
+    beat = Heartbeat("b", "w", "r", written_at=NOW, started_at=NOW - 2 * DAY)
+    assert claim_since(beat) == NOW - 2 * DAY - hour
+    assert claim_since(beat, NOW - 5 * DAY) == NOW - 2 * DAY - hour
+    assert claim_since(beat, NOW - DAY) == NOW - DAY - hour
+    without_start = replace(beat, started_at=None)
+    assert claim_since(without_start, NOW - 5 * DAY) == NOW - 5 * DAY - hour
+    assert claim_since(without_start) is None
+    assert claim_since(replace(beat, written_at=None)) is None
+
+
+def test_the_start_of_a_writer_whose_clock_is_wrong() -> None:
+    ahead = Heartbeat("b", "w", "r", written_at=NOW + 9 * DAY, started_at=NOW + 7 * DAY)
+    assert claim_since(ahead) == NOW - 2 * DAY - CLOCK_TOLERANCE
+    behind = Heartbeat("b", "w", "r", written_at=NOW - 9 * DAY, started_at=NOW - 11 * DAY)
+    assert claim_since(behind) == NOW - 11 * DAY - CLOCK_TOLERANCE
+    set_back = Heartbeat("b", "w", "r", written_at=NOW, started_at=NOW + DAY)
+    assert claim_since(set_back) is None
+
+
 def test_a_writer_whose_branch_has_no_known_base_may_have_written_any_file() -> None:
     branch = Reference(ReferenceType.BRANCH, "b", "0" * 64, metadata=None)
     client = cast(NessieClient, SimpleNamespace(reference=lambda *_, **__: branch))
-    (claim,) = load_claims(client, [Heartbeat("b", "w", "r")])
+    (claim,) = load_claims(client, [Heartbeat("b", "w", "r")], NOW)
     assert claim == WriterClaim("b", "w", None)
 
 
@@ -223,13 +269,14 @@ def test_times_keep_their_microseconds() -> None:
 
 def test_candidates_come_back_from_disk() -> None:
     keyer = LocationKeyer()
-    files = [ListedFile(f"/w/t/{number}", number, number * 10) for number in range(20_000)]
+    files = [ListedFile(f"/w/t/{number}", number, number * 10, number * 20) for number in range(20_000)]
     with CandidateSpool(keyer) as spool:
         for file in files:
             spool.add(file, file.size % 7, file.path)
         parts = list(spool)
     assert [path for part in parts for path in part.paths] == [file.path for file in files]
     assert [int(one) for part in parts for one in part.modified_us] == [file.modified_us for file in files]
+    assert [int(one) for part in parts for one in part.age_us] == [file.age_us for file in files]
     assert [int(one) for part in parts for one in part.folders] == [file.size % 7 for file in files]
     assert (
         np.concatenate([part.keys for part in parts]).tolist() == keyer.keys([f.path for f in files]).tolist()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import dagster as dg
@@ -22,6 +23,8 @@ from branchlake_dagster.compaction.compaction_plan import CompactionOptions, Str
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.errors import ConfigurationError, StoredFileDamaged, TableMissing
 from branchlake_dagster.expiry.retention import ExpiryPolicy
+from branchlake_dagster.garbage_collection.collection_plan import CollectionResult
+from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.maintenance import maintenance_run
 from branchlake_dagster.maintenance.definitions import ALL_PARTS
@@ -34,8 +37,11 @@ from branchlake_dagster.maintenance.maintenance_run import (
     run_maintenance,
 )
 from branchlake_dagster.maintenance.summary import Section, list_plan_sections, plan_to_json
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
+from branchlake_dagster_tests.garbage_collection.collected_lake import trust_modification_times
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.json_contract import check_output
 from branchlake_dagster_tests.suite.raised import raising
@@ -250,6 +256,38 @@ def test_the_job_of_the_expiry(lakehouse: Lakehouse, table: str) -> None:
 
 def test_the_job_of_the_collection(lakehouse: Lakehouse, table: str) -> None:
     assert run_job(lakehouse, MaintenancePart.COLLECTION, minutes=5).success
+
+
+def test_the_job_of_the_collection_deletes_files_although_its_own_run_is_alive(
+    lakehouse: Lakehouse, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's run sends heartbeats for a branch that never exists. So does a live ingestion meanwhile."""
+    settings = lakehouse.settings.model_copy(update={"deletion_delay_h": 0.0})
+    store = HeartbeatStore.from_settings(settings)
+    monkeypatch.setattr(LakehouseResource, "effective", lambda _: settings)
+    collect = FileCollector.run
+
+    def wait_and_collect(self: FileCollector, **options: bool) -> CollectionResult:
+        assert holds_within(10.0, lambda: len(store.all()) == 2, every_s=0.02)
+        return collect(self, **options)
+
+    monkeypatch.setattr(FileCollector, "run", wait_and_collect)
+    trust_modification_times(monkeypatch)
+    folder = Path(urlparse(load(lakehouse, table).location()).path) / "data"
+    stray, young = folder / "stray.parquet", folder / "young.parquet"
+    for path, days in ((stray, 20), (young, 1)):
+        path.write_bytes(b"x")
+        stamp = (datetime.now(UTC) - timedelta(days=days)).timestamp()
+        os.utime(path, (stamp, stamp))
+    with send_heartbeats(store, "run-of-a-live-ingestion", run_id="live", interval_s=10.0):
+        assert run_job(lakehouse, MaintenancePart.COLLECTION).success
+        assert stray.exists()
+        status = FileCollector.of_lake(lakehouse).status()
+        assert [plan.file_count for plan in status.open_plans] == [1]
+        assert len(cast(list[str], status.last_metrics["claimants"])) == 2
+        assert run_job(lakehouse, MaintenancePart.COLLECTION).success
+    assert not stray.exists()
+    assert young.exists()
 
 
 @pytest.mark.spark

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,22 @@ from branchlake_dagster.runs.heartbeats import (
     HeartbeatThread,
     SharedHeartbeats,
     build_heartbeat,
+    process_start,
     send_heartbeats,
 )
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
-BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, pid=1, host="host")
+BEAT = Heartbeat(
+    "run-1",
+    "host-1-abc",
+    "1",
+    counter=1,
+    written_at=NOW,
+    interval_s=10,
+    pid=1,
+    host="host",
+    started_at=NOW - timedelta(hours=1),
+)
 
 
 @pytest.fixture
@@ -67,6 +79,7 @@ def test_a_beat_is_one_small_json_file_per_writer(store: HeartbeatStore, tmp_pat
         "pid": 1,
         "host": "host",
         "instance": "",
+        "started_at": "2026-11-21T11:00:00+00:00",
     }
     found = sorted(store.all(), key=lambda beat: beat.writer)
     assert [replace(beat, text="") for beat in found] == [
@@ -81,6 +94,40 @@ def test_a_beat_is_one_small_json_file_per_writer(store: HeartbeatStore, tmp_pat
     store.remove("run-1", "host-2-def")
     assert store.all() == ()
     assert not (tmp_path / "_branchlake/heartbeats/run-1").exists()
+
+
+def test_a_beat_of_version_0_1_0_has_no_start(store: HeartbeatStore, tmp_path: Path) -> None:
+    store.write(BEAT)
+    path = tmp_path / "_branchlake/heartbeats/run-1/host-1-abc.json"
+    fields = json.loads(path.read_text())
+    del fields["started_at"]
+    path.write_text(json.dumps(fields))
+    (beat,) = store.all()
+    assert replace(beat, text="") == replace(BEAT, started_at=None)
+
+
+@pytest.mark.parametrize("value", ["2026-11-21T11:00:00", "soon", 7])
+def test_a_beat_with_an_impossible_start_proves_nothing(
+    store: HeartbeatStore, tmp_path: Path, value: object
+) -> None:
+    store.write(BEAT)
+    path = tmp_path / "_branchlake/heartbeats/run-1/host-1-abc.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "started_at": value}))
+    (beat,) = store.all()
+    assert (beat.kind, beat.written_at, beat.started_at) == ("unknown", None, None)
+
+
+def test_a_forked_process_starts_anew() -> None:
+    """The template of the warm launcher may be days old."""
+    before = process_start()
+    assert build_heartbeat("run-1", run_id="1", interval_s=10).started_at == before
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, process_start().isoformat().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert datetime.fromisoformat(os.read(reader, 100).decode()) > before
 
 
 def test_a_folder_made_while_it_is_listed_is_listed_again(
