@@ -68,7 +68,8 @@ class OrphanRule:
     ) -> list[FileVerdict]:
         """Judge files that are not hidden, in their order.
 
-        `age_us` are the times that decide how old they are (`ListedFile.age_us`). `locations` are needed only for files that no other rule keeps.
+        `age_us` are the times that decide how old they are (`ListedFile.age_us`). `locations` are needed only
+        for files that no other rule keeps.
         """
         verdicts = [FileVerdict.REACHABLE] * int(keys.size)
         claimed_since = earliest_claim(self.claims, self.now)
