@@ -70,9 +70,12 @@ def plan_digest(heads_digest: str, rules_digest: str, files: Iterable[PlannedFil
 class PassMetrics:
     """Numbers of one pass. Durations are in seconds.
 
-    `skipped_folders` were not listed because the budget ended.
+    `skipped_folders` were not listed because the budget ended. `left_files` are orphans that did not fit into
+    the plan.
     `kept` has the number of listed files by the verdict that kept them. `claimants` are the living writers
     whose claims were considered. `unreadable` are files that could not be read, whose tables are kept whole.
+    `unreadable_states` are those of them that are metadata files in the warehouse: if there is one, nothing
+    is planned or deleted.
     """
 
     references: int = 0
@@ -85,6 +88,8 @@ class PassMetrics:
     kept: Mapping[str, int] = field(default_factory=dict)
     claimants: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
+    unreadable_states: tuple[str, ...] = ()
+    left_files: int = 0
     walk_s: float = 0.0
     mark_s: float = 0.0
     list_s: float = 0.0

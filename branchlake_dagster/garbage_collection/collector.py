@@ -11,20 +11,23 @@ The order of a pass makes it safe against commits that happen meanwhile:
    that has another size or time, that is reachable or claimed, is kept.
 6. The orphans that no open plan has are journaled as a new plan.
 
-If metadata, heartbeats or folders cannot be read, the pass ends, and no further file is deleted.
+If heartbeats or folders cannot be read, or the storage does not answer for metadata, the pass ends, and no
+further file is deleted. If a metadata file is missing or damaged, the pass plans and deletes nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 
 import numpy as np
 
+from branchlake_dagster.catalog.stored_files import is_chosen_name
 from branchlake_dagster.garbage_collection.candidate_spool import CandidateSpool
 from branchlake_dagster.garbage_collection.collection_plan import (
     CollectionPlan,
@@ -59,6 +62,8 @@ from branchlake_dagster.stored_names import JOURNAL_BRANCH
 
 BATCH_FILES = 2_000
 """How many files are deleted before the references are read again."""
+MAX_PLANNED_FILES = 500_000
+"""The most files of a plan: a plan is in memory as a whole. The next pass plans the others."""
 _SAMPLE_FILES = 20
 _SHOWN_ERRORS = 10
 _LISTING_SHARE = 0.5
@@ -72,7 +77,7 @@ class _Pass:
 
     pass_id: str
     now: datetime
-    deadline: float
+    monotonic: Callable[[], float]
     keyer: LocationKeyer
     history: LiveHistory
     reachable: ReachableFiles
@@ -86,17 +91,61 @@ class _Pass:
     """The number of listed files that were kept by their time or name, by verdict."""
     next_folder: str = ""
     """The folder at which the next pass begins to list; empty if all were listed."""
+    deadline: float = math.inf
+    """The end of the budget, by `monotonic`. The budget begins when all live states are marked."""
+    batch_count: int = 0
+    """The number of batches of planned files that were begun."""
+    _borrowed_folders: frozenset[str] = frozenset()
+    """Canonical folders in which files of damaged tables lie."""
+    _damage: tuple[int, int] = (0, 0)
+    """The numbers of damaged tables and of states for which `_borrowed_folders` were found."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether metadata cannot be read that may lead to any file, so that none may be deleted."""
+        return bool(self.reachable.unreadable_states)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether the pass begins no further work, except for the first batch of a due plan."""
+        return self.monotonic() >= self.deadline
 
     def mark_new_states(self) -> None:
-        """Mark what references have that was not marked yet, until no reference changes meanwhile."""
+        """Mark what references have that was not marked yet, until no reference changes meanwhile.
+
+        Marks once after the end of the budget.
+        """
         for _ in range(_MAX_UPDATES):
             new_states = self.history.update()
             if not new_states:
                 break
             self.reachable.add_states(new_states)
-        protected = frozenset(self.reachable.protected_folders)
+            if self.is_over_budget:
+                break
+        protected = frozenset(self.reachable.protected_folders) | self._find_folders_of_damaged_tables()
         if protected != self.rule.protected_folders:
             self.rule = replace(self.rule, protected_folders=protected)
+
+    def _find_folders_of_damaged_tables(self) -> frozenset[str]:
+        """Return the canonical folders of tables of which a file cannot be read, and those that they use."""
+        damaged_tables = self.reachable.damaged_tables
+        if not damaged_tables or self.is_blocked:
+            return frozenset()
+        states = self.history.states
+        if self._damage != (len(damaged_tables), len(states)):
+            borrowed = self.reachable.find_borrowed_folders(states.values())
+            self._borrowed_folders = frozenset(map(canonical_location, borrowed))
+            self._damage = len(damaged_tables), len(states)
+        canonical_folders = [
+            (canonical_location(folder), folder, table) for folder, table in self.folders.items()
+        ]
+        return frozenset(
+            canonical
+            for canonical, folder, table in canonical_folders
+            if table in damaged_tables
+            or (not table and _may_belong_to(folder, damaged_tables))
+            or any(is_inside(f"{borrowed}/", canonical) for borrowed in self._borrowed_folders)
+        )
 
 
 class FileCollector:
@@ -109,7 +158,8 @@ class FileCollector:
         heartbeats: The heartbeats of the lake's writers.
         properties: PyIceberg's FileIO properties.
         rules: Grace, history horizon and delay.
-        budget_s: Seconds after which a pass lists and deletes no further files.
+        budget_s: Seconds after which a pass lists and deletes no further files. They begin when all live
+            states are marked. A pass deletes one batch of a due plan whatever the budget is.
         now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and
             Nessie's.
         monotonic: Seconds of a clock that never goes back.
@@ -274,9 +324,8 @@ class FileCollector:
             excluded=frozenset({JOURNAL_BRANCH}),
             progress=self._progress,
         )
-        reachable = ReachableFiles(self._properties, keyer, self._progress)
-        deadline = self._monotonic() + self._budget_s
-        return _Pass(pass_id, now, deadline, keyer, history, reachable, rule)
+        reachable = ReachableFiles(self._properties, keyer, self._files.canonical, self._progress)
+        return _Pass(pass_id, now, self._monotonic, keyer, history, reachable, rule)
 
     def _list_and_mark(self, one: _Pass, spool: CandidateSpool) -> None:
         started = self._monotonic()
@@ -284,6 +333,7 @@ class FileCollector:
         walked = self._monotonic()
         one.reachable.add_states(new_states)
         marked = self._monotonic()
+        one.deadline = marked + self._budget_s
         one.folders = self._find_table_folders(one)
         listed_files, listed_folders, skipped = self._list_folders(one, spool)
         listed = self._monotonic()
@@ -298,7 +348,8 @@ class FileCollector:
             skipped_folders=skipped,
             kept=one.early_counts,
             claimants=tuple(sorted({claim.writer for claim in one.rule.claims})),
-            unreadable=tuple(sorted(set(one.reachable.protected_folders.values()))),
+            unreadable=tuple(sorted(one.reachable.unreadable_files)),
+            unreadable_states=tuple(sorted(one.reachable.unreadable_states)),
             walk_s=walked - started,
             mark_s=marked - walked + self._monotonic() - listed,
             list_s=listed - marked,
@@ -355,22 +406,27 @@ class FileCollector:
     def _find_orphans(
         self, one: _Pass, spool: CandidateSpool, planned_paths: frozenset[str]
     ) -> list[PlannedFile]:
-        """Return the listed files that are orphans and that no plan has."""
+        """Return the listed files that are orphans and that no plan has, at most as many as a plan has."""
         kept = dict(one.metrics.kept)
         orphans: list[PlannedFile] = []
         keys: list[np.uint64] = []
+        left_files = 0
         for part in spool:
             locations = [self._files.location_of(path) for path in part.paths]
             verdicts = one.rule.judge(part.keys, part.age_us, locations, one.reachable.keys)
             for index, verdict in enumerate(verdicts):
                 if verdict is not FileVerdict.ORPHAN:
                     kept[verdict.value] = kept.get(verdict.value, 0) + 1
-                elif part.paths[index] not in planned_paths:
+                elif part.paths[index] in planned_paths:
+                    continue
+                elif len(orphans) >= MAX_PLANNED_FILES:
+                    left_files += 1
+                else:
                     table = one.folders.get(one.listed_names[part.folders[index]], "")
                     path, size, modified = part.paths[index], part.sizes[index], part.modified_us[index]
                     orphans.append(PlannedFile(path, table, "unreferenced", int(size), int(modified)))
                     keys.append(part.keys[index])
-        one.metrics = replace(one.metrics, kept=kept)
+        one.metrics = replace(one.metrics, kept=kept, left_files=left_files)
         removed_by = one.reachable.removed.find(np.array(keys, np.uint64))
         return [
             replace(file, last_root=f"removed by snapshot {snapshot_id}", reason="removed")
@@ -415,7 +471,7 @@ class FileCollector:
         for journaled in self.journal.open_plans():
             if max(journaled.plan.created_at + self.rules.delay, journaled.plan.due_at) > one.now:
                 continue
-            if self._monotonic() >= one.deadline:
+            if one.is_blocked or (one.batch_count and one.is_over_budget):
                 break
             yield self._execute_plan(one, journaled)
         one.metrics = replace(one.metrics, delete_s=self._monotonic() - started)
@@ -436,7 +492,11 @@ class FileCollector:
         result = ExecutedPlan(plan_id, "executed")
         remaining = iter([file for file in files if file.path not in done_paths])
         while batch := list(islice(remaining, BATCH_FILES)):
-            if self._monotonic() >= one.deadline:
+            if one.batch_count and one.is_over_budget:
+                return replace(result, state="open")
+            one.batch_count += 1
+            one.mark_new_states()
+            if one.is_blocked:
                 return replace(result, state="open")
             self._progress(f"Deleting files of plan {plan_id[:8]}: {result.deleted:,} are deleted.")
             result = self._delete_batch(one, plan_id, batch, result)
@@ -447,7 +507,6 @@ class FileCollector:
         self, one: _Pass, plan_id: str, batch: Sequence[PlannedFile], result: ExecutedPlan
     ) -> ExecutedPlan:
         """Delete the files of a batch that are still orphans and unchanged, and journal what happened."""
-        one.mark_new_states()
         orphans = self._select_orphans(one, batch)
         deletions = {each.path: each for each in self._files.delete([file.path for file in orphans])}
         by_state: dict[str, list[PlannedFile]] = {"kept": [], "deleted": [], "missing": [], "failed": []}
@@ -490,6 +549,13 @@ class FileCollector:
             and location.rpartition("/")[0] in table_folders
             and (current is None or (current.size, current.modified_us) == (file.size, file.modified_us))
         ]
+
+
+def _may_belong_to(folder: str, tables: Iterable[str]) -> bool:
+    """Return whether a recorded folder without a table's name may be a folder of one of these tables."""
+    folder_name = folder.rstrip("/").rpartition("/")[2]
+    names = {table.rpartition(".")[2] for table in tables}
+    return any(folder_name == name or is_chosen_name(folder_name, f"{name}_") for name in names)
 
 
 def select_folders(folders: Mapping[str, str], files: WarehouseFiles) -> dict[str, str]:

@@ -155,7 +155,7 @@ class Explainer:
             return None
         try:
             fields = read_metadata_fields(self._io(state.location), state.location)
-        except (OSError, StoredFileDamaged):
+        except (OSError, ValueError, StoredFileDamaged):
             self._unreadable.add(state.location)
             return None
         files = parse_state(fields)
@@ -186,7 +186,7 @@ class Explainer:
     def _read_list(self, location: str) -> list[tuple[str, int]]:
         try:
             return read_manifest_list(self._io(location), location)
-        except (OSError, StoredFileDamaged):
+        except (OSError, ValueError, StoredFileDamaged):
             self._unreadable.add(location)
             return []
 
@@ -200,7 +200,7 @@ class Explainer:
     def _lists_file(self, location: str, length: int, wanted: int) -> bool:
         try:
             live = read_manifest_paths(self._io(location), location, length).live
-        except (OSError, StoredFileDamaged):
+        except (OSError, ValueError, StoredFileDamaged):
             self._unreadable.add(location)
             return False
         return bool((self._keyer.keys(live) == wanted).any())

@@ -4,8 +4,16 @@ A state leads to its metadata file, the manifest lists of its snapshots, their m
 delete files in these that were not removed, and its statistics. It does not lead to earlier metadata
 files: those are reachable if a live commit has them.
 
-A file that is missing or damaged on the way hides what it led to. Then all files of the table's folders,
-and of the folder of that file, are kept. A storage that does not answer ends the pass.
+A file that is missing or damaged on the way hides what it led to:
+
+- A metadata file hides all files of its table, which may lie in the folders of other tables. Then all files
+  of the warehouse are kept.
+- A manifest list or manifest hides only some files. Then all files of the table's folders are kept, and of
+  the folders where its other files lie.
+
+Files outside the warehouse may be somebody else's. If one of them cannot be read for good (its bucket is
+gone, or access is denied), its table is kept as if a manifest could not be read. A storage that does not
+answer ends the pass.
 """
 
 from __future__ import annotations
@@ -32,7 +40,12 @@ from branchlake_dagster.catalog.stored_files import (
 )
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.garbage_collection.live_history import LiveState
-from branchlake_dagster.garbage_collection.location_keys import KeySet, LocationKeyer, canonical_location
+from branchlake_dagster.garbage_collection.location_keys import (
+    KeySet,
+    LocationKeyer,
+    canonical_location,
+    is_inside,
+)
 from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
 from branchlake_dagster.tables.table_files import table_root
 
@@ -45,6 +58,24 @@ _FOLDER_PROPERTIES = (
     "write.object-storage.path",
     "write.folder-storage.path",
 )
+
+
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, ValueError, ImportError, NotImplementedError)
+"""Errors that do not go away by themselves. PyIceberg raises ValueError for an unknown scheme."""
+_PERMANENT_CODES = (
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "NO_SUCH_BUCKET",
+    "PERMISSION_DENIED",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "UNAUTHENTICATED",
+)
+"""Codes of object stores in the messages of PyArrow, which raises OSError for all of them."""
+
+
+def is_permanent(error: Exception) -> bool:
+    """Return whether reading the file again would fail in the same way."""
+    return isinstance(error, _PERMANENT_ERRORS) or any(code in str(error) for code in _PERMANENT_CODES)
 
 
 class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -151,6 +182,14 @@ def _read_entries(content: bytes, location: str) -> pl.DataFrame:
     )
 
 
+@dataclass(frozen=True)
+class TableSource:
+    """The table that names a file, and the folders where its files lie."""
+
+    table: str
+    folders: tuple[str, ...]
+
+
 @dataclass
 class RemovedFiles:
     """Keys of files that live manifests list as removed, with the ids of the snapshots that removed them."""
@@ -176,6 +215,7 @@ class ReachableFiles:
     Args:
         properties: PyIceberg's FileIO properties.
         keyer: Computes the keys; the same object serves the files that are compared.
+        warehouse: The canonical location of the warehouse, in which all candidates lie.
         progress: Called with a sentence.
     """
 
@@ -183,10 +223,12 @@ class ReachableFiles:
         self,
         properties: Mapping[str, str],
         keyer: LocationKeyer,
+        warehouse: str,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._properties = dict(properties)
         self._keyer = keyer
+        self._warehouse = warehouse
         self._progress = progress
         self._read_digests: set[bytes] = set()
         """Digests of locations that were read. They have 16 bytes: a collision would lose a root."""
@@ -196,7 +238,13 @@ class ReachableFiles:
         self.table_folders: dict[str, str] = {}
         """Folders of live tables -> the table's name."""
         self.protected_folders: dict[str, str] = {}
-        """Canonical folders whose files are all kept -> the file that could not be read."""
+        """Canonical folders whose files are all kept -> the file that could not be read, or is unknown."""
+        self.unreadable_files: set[str] = set()
+        """All files that could not be read."""
+        self.unreadable_states: set[str] = set()
+        """Metadata files in the warehouse that could not be read. Then all its files are kept."""
+        self.damaged_tables: dict[str, str] = {}
+        """Names of tables of which a file could not be read -> that file."""
 
     def add_states(self, states: Sequence[LiveState]) -> None:
         """Mark all files that these states lead to.
@@ -216,26 +264,26 @@ class ReachableFiles:
 
     def _add_tables(self, states: Sequence[LiveState]) -> None:
         parsed = map_concurrently(self._read_state, states, lambda state: state.location)
-        lists: dict[str, tuple[str, ...]] = {}
-        manifests: dict[str, tuple[int, tuple[str, ...]]] = {}
+        lists: dict[str, TableSource] = {}
+        manifests: dict[str, tuple[int, TableSource]] = {}
         statistics: list[str] = []
         for state, files in zip(states, parsed, strict=True):
-            folders = (table_root(state.location), *files.folders)
+            source = TableSource(state.key.name, (table_root(state.location), *files.folders))
             for folder in (*conventional_folders(state.location), *files.folders):
                 self.table_folders.setdefault(folder, state.key.name)
             statistics += files.statistics
-            lists |= {path: folders for path in files.manifest_lists if path not in lists}
-            manifests |= {path: (size, folders) for path, size in files.manifests}
+            lists |= {path: source for path in files.manifest_lists if path not in lists}
+            manifests |= {path: (size, source) for path, size in files.manifests}
         self.keys.add(self._keyer.keys(statistics))
         self.keys.add(self._keyer.keys(list(lists)))
         unread_lists = self._select_unread(list(lists.items()), lambda item: item[0])
-        for (_, folders), rows in zip(
+        for (_, source), rows in zip(
             unread_lists,
             map_concurrently(self._read_list, unread_lists, lambda item: item[0]),
             strict=True,
         ):
             for path, length in rows:
-                manifests.setdefault(path, (length, folders))
+                manifests.setdefault(path, (length, source))
         self.keys.add(self._keyer.keys(list(manifests)))
         unread = self._select_unread(list(manifests.items()), lambda item: item[0])
         for start in range(0, len(unread), _FILES_AT_ONCE):
@@ -252,6 +300,34 @@ class ReachableFiles:
             self.removed.keys.append(self._keyer.keys(pl.concat([each.removed for each in with_removed])))
             self.removed.snapshot_ids.append(np.concatenate([each.removed_by for each in with_removed]))
 
+    def find_borrowed_folders(self, states: Iterable[LiveState]) -> set[str]:
+        """Return all folders in which files of damaged tables lie, by what can be read of these tables.
+
+        Reads all metadata of these tables again. Raises RootsUnreadable.
+        """
+        damaged = [state for state in states if state.is_table and state.key.name in self.damaged_tables]
+        lists: dict[str, TableSource] = {}
+        manifests: dict[str, tuple[int, TableSource]] = {}
+        for state, files in zip(
+            damaged, map_concurrently(self._read_state, damaged, lambda one: one.location), strict=True
+        ):
+            source = TableSource(state.key.name, (table_root(state.location), *files.folders))
+            lists |= dict.fromkeys(files.manifest_lists, source)
+            manifests |= {path: (size, source) for path, size in files.manifests}
+        items = list(lists.items())
+        for (_, source), rows in zip(
+            items, map_concurrently(self._read_list, items, lambda item: item[0]), strict=True
+        ):
+            manifests |= {path: (length, source) for path, length in rows}
+        folders: set[str] = set()
+        unread = list(manifests.items())
+        for start in range(0, len(unread), _FILES_AT_ONCE):
+            chunk = unread[start : start + _FILES_AT_ONCE]
+            for paths in map_concurrently(self._read_manifest, chunk, lambda item: item[0]):
+                if paths is not None:
+                    folders |= set(paths.live.str.replace(r"/[^/]*$", "/").unique().to_list())
+        return folders
+
     # -- reading ---------------------------------------------------------------------------------------
 
     def _read_state(self, state: LiveState) -> StateFiles:
@@ -260,33 +336,49 @@ class ReachableFiles:
             with wrap_parse_errors(state.location):
                 return parse_state(fields)
 
-        return self._read(state.location, (table_root(state.location),), read) or StateFiles()
+        source = TableSource(state.key.name, (table_root(state.location),))
+        files: StateFiles | None = self._read(state.location, source, read)
+        if files is None and self._is_in_warehouse(state.location):
+            self.unreadable_states.add(state.location)
+            self._protect(self._warehouse, state.location)
+        return files or StateFiles()
 
-    def _read_list(self, item: tuple[str, tuple[str, ...]]) -> list[tuple[str, int]]:
-        location, folders = item
-        return self._read(location, folders, lambda: read_manifest_list(self._io(location), location)) or []
+    def _read_list(self, item: tuple[str, TableSource]) -> list[tuple[str, int]]:
+        location, source = item
+        return self._read(location, source, lambda: read_manifest_list(self._io(location), location)) or []
 
-    def _read_manifest(self, item: tuple[str, tuple[int, tuple[str, ...]]]) -> ManifestPaths | None:
-        location, (length, folders) = item
+    def _read_manifest(self, item: tuple[str, tuple[int, TableSource]]) -> ManifestPaths | None:
+        location, (length, source) = item
         paths: ManifestPaths | None = self._read(
-            location, folders, lambda: read_manifest_paths(self._io(location), location, length)
+            location, source, lambda: read_manifest_paths(self._io(location), location, length)
         )
         return paths
 
-    def _read(self, location: str, folders: Sequence[str], read_file: Callable[[], Any]) -> Any:
+    def _read(self, location: str, source: TableSource, read_file: Callable[[], Any]) -> Any:
         """Read a file; None if it is missing or damaged, and then its table's folders are protected."""
         try:
             return read_file()
         except (FileNotFoundError, StoredFileDamaged):
-            for folder in (*folders, table_root(location)):
-                self._protect(folder, location)
+            self._note_damage(location, source)
             return None
         except Exception as error:
+            if is_permanent(error) and not self._is_in_warehouse(location):
+                self._note_damage(location, source)
+                return None
             raise RootsUnreadable(
                 f"File {location} cannot be read: {type(error).__name__}.",
                 hint="No further file was deleted. Run the collection again when the storage answers.",
                 subject=location,
             ) from error
+
+    def _note_damage(self, location: str, source: TableSource) -> None:
+        self.unreadable_files.add(location)
+        self.damaged_tables.setdefault(source.table, location)
+        for folder in (*source.folders, table_root(location)):
+            self._protect(folder, location)
+
+    def _is_in_warehouse(self, location: str) -> bool:
+        return is_inside(canonical_location(location), self._warehouse)
 
     def _protect(self, folder: str, location: str) -> None:
         self.protected_folders.setdefault(canonical_location(folder), location)

@@ -21,6 +21,7 @@ from branchlake_dagster.wording import format_count, format_names
 TABLE_HEADERS = ("table", "files", "size")
 PLAN_HEADERS = ("plan", "created", "due", "files", "size")
 HOLDER_HEADERS = ("reference", "commit", "table", "snapshots")
+_SHOWN_FILES = 3
 
 
 def format_size(size_bytes: int) -> str:
@@ -49,13 +50,25 @@ def format_plan(plan: CollectionPlan) -> str:
         sentences.append("No file can be planned for deletion.")
     if metrics.claimants:
         sentences.append(f"Files that {format_names('writer', metrics.claimants)} may have written are kept.")
-    if metrics.unreadable:
-        count = format_count(len(metrics.unreadable), "metadata file")
-        sentences.append(f"{count} cannot be read, so all files of their tables are kept.")
+    if metrics.unreadable_states:
+        names = _format_files("table metadata", metrics.unreadable_states)
+        sentences.append(f"Nothing is planned or deleted, because {names} cannot be read.")
+    elif metrics.unreadable:
+        names = _format_files("metadata", metrics.unreadable)
+        sentences.append(f"All files of some tables are kept, because {names} cannot be read.")
+    if metrics.left_files:
+        files = format_count(metrics.left_files, "further file")
+        sentences.append(f"{files} will be planned by the next pass.")
     if metrics.skipped_folders:
         folders = format_count(metrics.skipped_folders, "folder")
         sentences.append(f"{folders} will be listed by the next pass, because the budget ended.")
     return " ".join(sentences)
+
+
+def _format_files(kind: str, locations: Sequence[str]) -> str:
+    others = len(locations) - _SHOWN_FILES
+    more = f" and {format_count(others, 'other file')}" if others > 0 else ""
+    return f"{kind} {', '.join(locations[:_SHOWN_FILES])}{more}"
 
 
 def format_result(result: CollectionResult) -> str:

@@ -16,6 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.io import FileIO
 from pyiceberg.table.statistics import StatisticsFile
 
 from branchlake_dagster.errors import (
@@ -28,12 +29,17 @@ from branchlake_dagster.errors import (
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
-from branchlake_dagster.garbage_collection import warehouse_files
+from branchlake_dagster.garbage_collection import reachable_files, warehouse_files
 from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile, plan_digest
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.explanation import FileExplanation, MomentExplanation
 from branchlake_dagster.garbage_collection.journal import JournaledPlan
-from branchlake_dagster.garbage_collection.reachable_files import read_manifest_list, read_manifest_paths
+from branchlake_dagster.garbage_collection.live_history import LiveHistory
+from branchlake_dagster.garbage_collection.reachable_files import (
+    ReachableFiles,
+    read_manifest_list,
+    read_manifest_paths,
+)
 from branchlake_dagster.garbage_collection.summary import (
     explanation_to_json,
     format_explanation,
@@ -48,7 +54,7 @@ from branchlake_dagster.garbage_collection.summary import (
 )
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.nessie.model import ContentKey, OtherContent, Put
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, OtherContent, Put
 from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
 from branchlake_dagster_tests.garbage_collection.collected_lake import DAY, CollectedLake, open_lake
@@ -564,21 +570,14 @@ def test_a_removed_entry_of_a_manifest_is_no_root(lake: CollectedLake) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
-@pytest.mark.parametrize("which", ["metadata", "list", "manifest"])
-def test_a_table_whose_metadata_is_damaged_is_kept_whole(
+@pytest.mark.parametrize("which", ["list", "manifest"])
+def test_a_table_whose_manifests_are_damaged_is_kept_whole(
     lake: CollectedLake, which: str, damage: str
 ) -> None:
     lake.create("u")
     lake.append(1, name="u")
     kept, gone = lake.stray("u"), lake.stray()
-    table = lake.table("u")
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
-    location = {
-        "metadata": table.metadata_location,
-        "list": snapshot.manifest_list,
-        "manifest": snapshot.manifests(table.io)[0].manifest_path,
-    }[which]
+    location = metadata_locations(lake, "u")[which]
     path = Path(location.removeprefix("file://"))
     content = path.read_bytes()
     lake.age()
@@ -589,10 +588,159 @@ def test_a_table_whose_metadata_is_damaged_is_kept_whole(
         lake.age()
     before = lake.files()
     plan = lake.collector(ago=2 * DAY).run().plan
-    assert plan.metrics.unreadable == (location,)
+    assert (plan.metrics.unreadable, plan.metrics.unreadable_states) == ((location,), ())
+    assert format_plan(plan)
     lake.collector().run()
     assert before - lake.files() == {gone}
     assert Path(kept).exists()
+
+
+def metadata_locations(lake: CollectedLake, name: str) -> dict[str, str]:
+    table = lake.table(name)
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    return {
+        "metadata": table.metadata_location,
+        "list": snapshot.manifest_list,
+        "manifest": snapshot.manifests(table.io)[0].manifest_path,
+    }
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_nothing_is_planned_or_deleted_if_a_metadata_file_is_damaged(
+    lake: CollectedLake, damage: str
+) -> None:
+    """It may name files in any table's folder. Plans wait until it can be read again."""
+    lake.create("u")
+    lake.append(1, name="u")
+    gone, borrowed = lake.stray("u"), lake.stray()
+    pq.write_table(pa.table({"n": [9]}), borrowed)
+    lake.age()
+    assert lake.collector(ago=4 * DAY).run().plan.file_count == 2
+    lake.table("u").add_files([f"file://{borrowed}"])
+    later = lake.stray()
+    lake.age(only=[later])
+    location = metadata_locations(lake, "u")["metadata"]
+    path = Path(location.removeprefix("file://"))
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"")
+    before = lake.files()
+    result = lake.collector(ago=2 * DAY).run()
+    assert (result.executed, result.plan.file_count, lake.files()) == ((), 0, before)
+    assert result.plan.metrics.unreadable_states == (location,)
+    assert location in format_result(result)
+    json.dumps(result_to_json(result))
+    path.write_bytes(content)
+    lake.age(only=[str(path)])
+    (executed,) = lake.collector(ago=2 * DAY).run().executed
+    assert (executed.deleted, executed.kept) == (1, 1)
+    lake.collector().run()
+    assert before - lake.files() == {gone, later}
+    assert lake.rows("u") == [1, 9]
+
+
+def test_a_metadata_file_that_is_damaged_between_two_batches_stops_the_plan(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strays = [lake.stray(file=f"{number}.parquet") for number in range(3)]
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    monkeypatch.setattr(collector_module, "BATCH_FILES", 1)
+    collector = lake.collector()
+    delete = collector._files.delete
+
+    def delete_and_damage(batch: Any) -> list[Deletion]:
+        done = delete(batch)
+        lake.append(5)
+        Path(lake.table().metadata_location.removeprefix("file://")).write_bytes(b"")
+        return done
+
+    monkeypatch.setattr(collector._files, "delete", delete_and_damage)
+    (executed,) = collector.run().executed
+    assert (executed.state, executed.deleted) == ("open", 1)
+    assert sum(Path(path).exists() for path in strays) == 2
+
+
+def test_files_of_a_damaged_table_in_its_other_folders_are_kept(lake: CollectedLake) -> None:
+    """In folders that earlier states, the journal or writers have named, and where it borrows files."""
+    lake.create("u")
+    lake.create("v")
+    borrowed = lake.stray()
+    pq.write_table(pa.table({"n": [9]}), borrowed)
+    lake.append(1, name="u")
+    lake.table("u").add_files([f"file://{borrowed}"])
+    recorded = lake.write(
+        lake.root / "shop" / "u_00000000-0000-4000-8000-000000000000" / "data" / "x.parquet"
+    )
+    journaled = lake.write(lake.root / "moved" / "u" / "data" / "x.parquet")
+    beside_borrowed, gone = lake.stray(), lake.stray("v")
+    lake.age()
+    collector = lake.collector(ago=3 * DAY)
+    collector.journal.open()
+    collector.journal.record_folders({f"file://{lake.root}/moved/u/": "shop.u"}, datetime.now(UTC))
+    snapshot = lake.table("u").metadata.snapshots[0]
+    Path(snapshot.manifest_list.removeprefix("file://")).unlink()
+    assert lake.collect() == {gone}
+    assert all(Path(path).exists() for path in (recorded, journaled, beside_borrowed))
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("no"), OSError("AWS Error NO_SUCH_BUCKET"), ValueError("x")]
+)
+def test_a_table_outside_the_warehouse_that_is_unreadable_for_good_does_not_stop_the_pass(
+    lake: CollectedLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lake.create("far", location=f"file://{tmp_path}/far")
+    lake.append(1, name="far")
+    kept = lake.write(lake.root / "shop" / "far_00000000-0000-4000-8000-000000000000" / "data" / "x.parquet")
+    gone = lake.stray()
+    lake.age()
+    lake.age(only=[str(path) for path in (tmp_path / "far").rglob("*")])
+    read = reachable_files.read_metadata_fields
+    answers: list[Exception] = [error]
+
+    def refuse(io: FileIO, location: str) -> dict[str, Any]:
+        if str(tmp_path / "far") in location:
+            raise answers[-1]
+        return read(io, location)
+
+    monkeypatch.setattr(reachable_files, "read_metadata_fields", refuse)
+    metrics = lake.collector().plan().metrics
+    assert lake.table("far").metadata_location in metrics.unreadable
+    assert metrics.unreadable_states == ()
+    assert lake.collect() == {gone}
+    assert Path(kept).exists()
+    # Another error may go away by itself.
+    answers.append(TimeoutError("no answer"))
+    with pytest.raises(RootsUnreadable):
+        lake.collector().run()
+
+
+@pytest.mark.filterwarnings("ignore:No preferred file implementation")
+def test_metadata_in_a_storage_of_an_unknown_scheme_does_not_stop_the_pass(lake: CollectedLake) -> None:
+    head = lake.nessie.reference(MAIN).hash
+    location = "odd://somewhere/t/metadata/v1.metadata.json"
+    content = replace(table_content(lake), content_id=None, metadata_location=location)
+    lake.nessie.commit(
+        MAIN, expected_hash=head, operations=[Put(ContentKey(["shop", "odd"]), content)], message="odd"
+    )
+    gone = lake.stray()
+    lake.age()
+    assert lake.collector().plan().metrics.unreadable == (location,)
+    explained = lake.collector().explain(gone)
+    assert isinstance(explained, FileExplanation)
+    assert explained.unreadable == (location,)
+    assert lake.collect() == {gone}
+
+
+def table_content(lake: CollectedLake) -> IcebergTable:
+    key = ContentKey([lake.namespace, "t"])
+    content = lake.nessie.contents(MAIN, [key])[key]
+    assert isinstance(content, IcebergTable)
+    return content
 
 
 def test_a_storage_that_does_not_answer_stops_the_pass(
@@ -927,8 +1075,63 @@ def test_a_pass_ends_with_its_budget_and_the_next_one_continues(
         planned |= {file.path for file in result.plan.sample}
     assert planned == strays
     before = lake.files()
-    lake.collector(ago=DAY / 10, budget_s=1e-9).run()
-    assert lake.files() == before
+    # One batch is deleted whatever the budget is, so that passes whose marking takes long get on.
+    assert lake.collector(ago=DAY / 10, budget_s=1e-9).run().deleted == 1
+    lake.collector().run()
+    assert before - lake.files() == strays
+
+
+def test_the_budget_begins_when_everything_is_marked(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("u", "v"):
+        lake.create(name)
+        lake.stray(name)
+    lake.age()
+    collector = lake.collector(budget_s=60.0)
+    monotonic, passed = collector._monotonic, [0.0]
+    collector._monotonic = lambda: monotonic() + sum(passed)
+    add_states = ReachableFiles.add_states
+
+    def add_slowly(self: ReachableFiles, states: Any) -> None:
+        add_states(self, states)
+        passed.append(1000.0)
+
+    monkeypatch.setattr(ReachableFiles, "add_states", add_slowly)
+    plan = collector.plan()
+    assert (plan.metrics.skipped_folders, plan.file_count) == (0, 2)
+
+
+def test_marking_ends_with_the_budget_although_commits_go_on(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    update, updates = LiveHistory.update, [0]
+
+    def update_and_commit(self: LiveHistory) -> Any:
+        lake.append(updates[0])
+        updates[0] += 1
+        return update(self)
+
+    monkeypatch.setattr(LiveHistory, "update", update_and_commit)
+    result = lake.collector(budget_s=1e-9).run()
+    assert result.deleted == 1
+    assert updates[0] == 3  # to begin with, after the listing, and before the batch
+
+
+def test_a_plan_has_a_limit_and_the_next_pass_plans_the_rest(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strays = {lake.stray(file=f"{number}.parquet") for number in range(5)}
+    lake.age()
+    monkeypatch.setattr(collector_module, "MAX_PLANNED_FILES", 2)
+    plans = [lake.collector(ago=(3 - number / 10) * DAY).run().plan for number in range(3)]
+    assert [(plan.file_count, plan.metrics.left_files) for plan in plans] == [(2, 3), (2, 1), (1, 0)]
+    assert {file.path for plan in plans for file in plan.sample} == strays
+    assert format_plan(plans[0])
+    before = lake.files()
     lake.collector().run()
     assert before - lake.files() == strays
 
