@@ -316,6 +316,9 @@ class ReferencePrefix:
     """A tag that reserves discarded data for the sweeper that deletes it."""
     CLAIM = "judged-"
     """A tag by which one publisher claims the judgment of a run."""
+    UNDROP = "undrop-"
+    """A tag that keeps the files of a dropped table while it is brought back. Its UUID has version 1. Since
+    0.2.0."""
     COMPACTION = "compact-"
     """A branch on which a compaction rewrites files. Its UUID has version 1 and so holds the time of its
     creation. Since 0.2.0."""

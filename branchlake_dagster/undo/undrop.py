@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
+from branchlake_dagster.catalog.stored_files import StoredFileDamaged
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Namespace, Operation, Put
 from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.runs.branch_owner import tag_filter
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.undo.table_state import find_missing_file
+
+_MAX_TAG_AGE = timedelta(days=1)
 
 
 class TableNotDropped(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -32,8 +43,11 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
     """Bring back a dropped table by one commit on `main`.
 
     Reads the log of `main` back to the commit that dropped the table, and checks that all files of the table
-    can be read. Raises ValueError for a malformed name, TableNotDropped, DroppedTableUnreadable, and
-    NessieConflict if somebody created the table meanwhile.
+    exist, before the commit and again after it. A tag keeps them meanwhile. A collection of files that was
+    deleting them already may not have seen the tag: then the table is dropped again.
+
+    Raises ValueError for a malformed name, TableNotDropped, DroppedTableUnreadable, and NessieConflict if
+    somebody created the table meanwhile.
     """
     client, key = lake.nessie, ContentKey.from_path(name)
     namespace_keys = key.ancestors
@@ -49,13 +63,6 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             table=name,
             hint="Check the name: namespace.name.",
         )
-    error = find_missing_file(IcebergTableFormat(lake.catalog()).open(key, content).table)
-    if error is not None:
-        raise DroppedTableUnreadable(
-            f"A file of the dropped table cannot be read: {error}",
-            table=name,
-            hint="Nothing was changed. Restore the file, or write the table anew.",
-        ) from error
     operations: list[Operation] = []
     for namespace_key in namespace_keys:
         if namespace_key not in main.contents:
@@ -63,10 +70,67 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             properties = earlier_namespace.properties if isinstance(earlier_namespace, Namespace) else {}
             operations.append(Put(namespace_key, Namespace(None, namespace_key.elements, properties)))
     operations.append(Put(key, replace(content, content_id=None)))
-    commit = client.commit(
-        MAIN, expected_hash=main.reference.hash, operations=operations, message=f"Restore the table {name}"
-    )
+    with _keep_commit(client, from_commit):
+        _require_readable(lake, key, content)
+        commit = client.commit(
+            MAIN,
+            expected_hash=main.reference.hash,
+            operations=operations,
+            message=f"Restore the table {name}",
+        )
+        try:
+            _require_readable(lake, key, content)
+        except DroppedTableUnreadable:
+            # Somebody who changed the table meanwhile gets a conflict here, and must see the error anyway.
+            with contextlib.suppress(NessieConflict):
+                client.commit(
+                    MAIN,
+                    expected_hash=commit.hash,
+                    operations=[Delete(key)],
+                    message=f"Drop the table {name} again, because its files were deleted",
+                )
+            raise
     return RestoredTable(commit.hash, from_commit)
+
+
+@contextmanager
+def _keep_commit(client: NessieClient, commit_hash: str) -> Iterator[None]:
+    """Keep all files of a commit by a tag while the body runs. Deletes old tags of killed processes."""
+    for tag in client.references(filter=tag_filter(ReferencePrefix.UNDROP)):
+        if _is_left_over(tag.name):
+            with contextlib.suppress(NessieConflict, ReferenceNotFound):
+                client.delete_tag(tag.name, expected_hash=tag.hash)
+    tag = client.create_tag(f"{ReferencePrefix.UNDROP}{uuid.uuid1()}", from_ref=MAIN, from_hash=commit_hash)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ReferenceNotFound):
+            client.delete_tag(tag.name, expected_hash=tag.hash)
+
+
+def _is_left_over(tag_name: str) -> bool:
+    """Return whether a tag is older than any restoration takes, by the time in its UUID."""
+    try:
+        tag_id = uuid.UUID(tag_name.removeprefix(ReferencePrefix.UNDROP))
+    except ValueError:
+        return False
+    # The time of a UUID counts units of 100 ns.
+    age = timedelta(microseconds=(uuid.uuid1().time - tag_id.time) // 10)
+    return tag_id.version == 1 and age > _MAX_TAG_AGE
+
+
+def _require_readable(lake: Lakehouse, key: ContentKey, content: IcebergTable) -> None:
+    """Require that all files of the table's current snapshot exist. Raises DroppedTableUnreadable."""
+    try:
+        error = find_missing_file(IcebergTableFormat(lake.catalog()).open(key, content).table)
+    except (FileNotFoundError, StoredFileDamaged) as unreadable:
+        error = unreadable
+    if error is not None:
+        raise DroppedTableUnreadable(
+            f"A file of the dropped table cannot be read: {error}",
+            table=key.name,
+            hint="The table stays dropped. Restore the file, or write the table anew.",
+        ) from error
 
 
 def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> str | None:

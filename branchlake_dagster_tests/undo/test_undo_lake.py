@@ -1,7 +1,11 @@
 """The undo as users meet it: on Dagster's pages, by the command, under consumers, ingestions and Spark."""
 
 import json
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
 
 import dagster as dg
 import polars as pl
@@ -10,12 +14,13 @@ from click.testing import CliRunner
 
 from branchlake_dagster import publish, table_metadata
 from branchlake_dagster.cli.main import main as command
-from branchlake_dagster.errors import TableNotDropped
+from branchlake_dagster.errors import DroppedTableUnreadable, TableNotDropped
 from branchlake_dagster.internals.dagster import RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.approval import is_on_main
 from branchlake_dagster.runs.run_tags import RunState
-from branchlake_dagster.stored_names import EventMetadata, RunTag
+from branchlake_dagster.stored_names import EventMetadata, ReferencePrefix, RunTag
+from branchlake_dagster.undo import undrop
 from branchlake_dagster.undo.find_publication import find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo
 from branchlake_dagster.undo.report import report_undo
@@ -199,6 +204,67 @@ def test_the_command(
     result = CliRunner().invoke(command, ["undo", "ffffffff"])
     assert result.exit_code == 1
     assert [row["day"] for row in p.rows(*asset.key.path)] == ["a"]
+
+
+def undrop_tags(lake: Lakehouse) -> list[str]:
+    return [ref.name for ref in lake.nessie.references() if ref.name.startswith(ReferencePrefix.UNDROP)]
+
+
+def test_a_tag_keeps_the_files_while_a_table_comes_back(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Workbench(lakehouse, namespace)
+    bench.seeded([("a", 1)])
+    dropped_from = lakehouse.nessie.reference("main").hash
+    lakehouse.catalog().drop_table((namespace, "t"))
+    old_id = uuid.UUID(fields=(1, 2, 0x1000, 0x80, 0, 5))
+    for name in (f"undrop-{old_id}", "undrop-mine"):
+        lakehouse.nessie.create_tag(name, from_ref="main", from_hash=dropped_from)
+    kept_heads: list[list[str]] = []
+    find = undrop.find_missing_file
+
+    def find_and_record(table: Any) -> Exception | None:
+        kept_heads.append(
+            [ref.hash for ref in lakehouse.nessie.references() if ref.name in {*undrop_tags(lakehouse)}]
+        )
+        return find(table)
+
+    monkeypatch.setattr(undrop, "find_missing_file", find_and_record)
+    undrop_table(lakehouse, f"{namespace}.t")
+    assert kept_heads == [[dropped_from, dropped_from]] * 2  # before the commit and after it
+    assert undrop_tags(lakehouse) == ["undrop-mine"]
+    tag = lakehouse.nessie.reference("undrop-mine")
+    lakehouse.nessie.delete_tag(tag.name, expected_hash=tag.hash)
+    bench.clean()
+
+
+@pytest.mark.parametrize("which", ["data", "metadata"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_table_whose_files_are_deleted_stays_dropped(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch, which: str, moment: str
+) -> None:
+    """A collection that had begun deletes them: before the restoration, or between its check and its commit."""
+    bench = Workbench(lakehouse, namespace)
+    bench.seeded([("a", 1)])
+    table = lakehouse.catalog().load_table((namespace, "t"))
+    (task,) = table.scan().plan_files()
+    location = task.file.file_path if which == "data" else table.metadata_location
+    lakehouse.catalog().drop_table((namespace, "t"))
+    path = Path(urlparse(location).path)
+    commit = type(lakehouse.nessie).commit
+
+    def delete_and_commit(client: Any, *arguments: Any, **options: Any) -> Any:
+        path.unlink(missing_ok=True)
+        return commit(client, *arguments, **options)
+
+    if moment == "before":
+        path.unlink()
+    else:
+        monkeypatch.setattr(type(lakehouse.nessie), "commit", delete_and_commit)
+    with pytest.raises(DroppedTableUnreadable):
+        undrop_table(lakehouse, f"{namespace}.t")
+    assert not lakehouse.catalog().table_exists((namespace, "t"))
+    assert undrop_tags(lakehouse) == []
 
 
 def test_a_table_that_was_dropped_outside_a_run_comes_back(lakehouse: Lakehouse, namespace: str) -> None:
