@@ -26,7 +26,7 @@ _SCHEMA = pa.schema(
         ("path", pa.string()),
         ("size", pa.int64()),
         ("modified_us", pa.int64()),
-        ("age_us", pa.int64()),
+        ("last_change_us", pa.int64()),
         ("folder", pa.int32()),
         ("key", pa.uint64()),
     ]
@@ -40,7 +40,7 @@ class Candidates:
     paths: list[str]
     sizes: npt.NDArray[np.int64]
     modified_us: npt.NDArray[np.int64]
-    age_us: npt.NDArray[np.int64]
+    last_change_us: npt.NDArray[np.int64]
     folders: npt.NDArray[np.int32]
     keys: Keys
 
@@ -81,7 +81,7 @@ class CandidateSpool:
             pa.array([file.path for file, _, _ in self._rows], pa.string()),
             pa.array([file.size for file, _, _ in self._rows], pa.int64()),
             pa.array([file.modified_us for file, _, _ in self._rows], pa.int64()),
-            pa.array([file.age_us for file, _, _ in self._rows], pa.int64()),
+            pa.array([file.last_change_us for file, _, _ in self._rows], pa.int64()),
             pa.array([folder for _, folder, _ in self._rows], pa.int32()),
             pa.array(self._keyer.keys([location for _, _, location in self._rows])),
         ]
@@ -100,7 +100,7 @@ class CandidateSpool:
                     batch["path"].to_pylist(),
                     batch["size"].to_numpy(),
                     batch["modified_us"].to_numpy(),
-                    batch["age_us"].to_numpy(),
+                    batch["last_change_us"].to_numpy(),
                     batch["folder"].to_numpy(),
                     batch["key"].to_numpy(),
                 )

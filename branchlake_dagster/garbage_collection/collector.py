@@ -348,8 +348,6 @@ class FileCollector:
             skipped_folders=skipped,
             kept=one.early_counts,
             claimants=tuple(sorted({claim.writer for claim in one.rule.claims})),
-            unreadable=tuple(sorted(one.reachable.unreadable_files)),
-            unreadable_states=tuple(sorted(one.reachable.unreadable_states)),
             walk_s=walked - started,
             mark_s=marked - walked + self._monotonic() - listed,
             list_s=listed - marked,
@@ -397,7 +395,7 @@ class FileCollector:
                 file_count += 1
                 if is_hidden(file.path[prefix:]):
                     one.early_counts[FileVerdict.HIDDEN.value] += 1
-                elif file.age_us > one.rule.newest_age_us:
+                elif file.last_change_us > one.rule.newest_change_us:
                     one.early_counts[FileVerdict.YOUNG.value] += 1
                 else:
                     spool.add(file, number, self._files.location_of(file.path))
@@ -413,7 +411,7 @@ class FileCollector:
         left_files = 0
         for part in spool:
             locations = [self._files.location_of(path) for path in part.paths]
-            verdicts = one.rule.judge(part.keys, part.age_us, locations, one.reachable.keys)
+            verdicts = one.rule.judge(part.keys, part.last_change_us, locations, one.reachable.keys)
             for index, verdict in enumerate(verdicts):
                 if verdict is not FileVerdict.ORPHAN:
                     kept[verdict.value] = kept.get(verdict.value, 0) + 1
@@ -426,7 +424,13 @@ class FileCollector:
                     path, size, modified = part.paths[index], part.sizes[index], part.modified_us[index]
                     orphans.append(PlannedFile(path, table, "unreferenced", int(size), int(modified)))
                     keys.append(part.keys[index])
-        one.metrics = replace(one.metrics, kept=kept, left_files=left_files)
+        one.metrics = replace(
+            one.metrics,
+            kept=kept,
+            left_files=left_files,
+            unreadable=tuple(sorted(one.reachable.unreadable_files)),
+            unreadable_states=tuple(sorted(one.reachable.unreadable_states)),
+        )
         removed_by = one.reachable.removed.find(np.array(keys, np.uint64))
         return [
             replace(file, last_root=f"removed by snapshot {snapshot_id}", reason="removed")
@@ -532,14 +536,14 @@ class FileCollector:
         """Return the files that the rule still calls orphans, and that are gone or unchanged."""
         locations = [self._files.location_of(file.path) for file in batch]
         present = self._files.inspect([file.path for file in batch])
-        age_us = np.array(
+        last_change_us = np.array(
             [
-                current.age_us if current is not None else file.modified_us
+                current.last_change_us if current is not None else file.modified_us
                 for file, current in zip(batch, present, strict=True)
             ],
             np.int64,
         )
-        verdicts = one.rule.judge(one.keyer.keys(locations), age_us, locations, one.reachable.keys)
+        verdicts = one.rule.judge(one.keyer.keys(locations), last_change_us, locations, one.reachable.keys)
         folders = {location.rpartition("/")[0] for location in locations}
         table_folders = {folder for folder in folders if self._files.is_table_folder(folder)}
         return [

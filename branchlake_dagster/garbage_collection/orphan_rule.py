@@ -59,24 +59,24 @@ class OrphanRule:
     """Canonical folders."""
 
     @cached_property
-    def newest_age_us(self) -> int:
+    def newest_change_us(self) -> int:
         """The latest time, in µs since 1970, that an orphan may have."""
         return to_microseconds(self.now - self.grace)
 
     def judge(
-        self, keys: Keys, age_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
+        self, keys: Keys, last_change_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
     ) -> list[FileVerdict]:
         """Judge files that are not hidden, in their order.
 
-        `age_us` are the times that decide how old they are (`ListedFile.age_us`). `locations` are needed only
-        for files that no other rule keeps.
+        The times are those of `ListedFile.last_change_us`. `locations` are needed only for files that no other
+        rule keeps.
         """
         verdicts = [FileVerdict.REACHABLE] * int(keys.size)
         claimed_since = earliest_claim(self.claims, self.now)
         claimed_since_us = math.inf if claimed_since is None else to_microseconds(claimed_since)
         for index in np.flatnonzero(~reachable.contains(keys)).tolist():
-            written_us = int(age_us[index])
-            if written_us > self.newest_age_us:
+            written_us = int(last_change_us[index])
+            if written_us > self.newest_change_us:
                 verdicts[index] = FileVerdict.YOUNG
             elif written_us >= claimed_since_us:
                 verdicts[index] = FileVerdict.CLAIMED

@@ -47,15 +47,15 @@ class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named lik
 class ListedFile:
     """A file: its path, its size in bytes, and its times, in µs since 1970 by the store's clock.
 
-    `age_us` is the time that decides how old the file is. It is `modified_us`, or for a local file the last
-    change of its status if that is later: tools such as `mv`, `cp -p` and `rsync -a` keep the time of a
-    file's content. New hard links and permissions also make a file younger.
+    `last_change_us` decides how old the file is. It is `modified_us`, or for a local file the last change of
+    its status if that is later: tools such as `mv`, `cp -p` and `rsync -a` keep the time of a file's content.
+    New hard links and permissions also make a file younger.
     """
 
     path: str
     size: int
     modified_us: int
-    age_us: int
+    last_change_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,13 +289,13 @@ def _to_microseconds(modified_at: Any) -> int:
     return to_microseconds(modified_at) if modified_at is not None else _FAR_FUTURE_US
 
 
-def local_age_ns(status: os.stat_result) -> int:
+def last_change_ns(status: os.stat_result) -> int:
     """Return the time that decides how old a local file is, in ns since 1970."""
     return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _describe_local_file(path: str, status: os.stat_result) -> ListedFile:
-    return ListedFile(path, status.st_size, status.st_mtime_ns // 1000, local_age_ns(status) // 1000)
+    return ListedFile(path, status.st_size, status.st_mtime_ns // 1000, last_change_ns(status) // 1000)
 
 
 def _describe_remote_file(info: FileInfo) -> ListedFile:

@@ -181,7 +181,7 @@ def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> Collec
 
 def trust_modification_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `os.utime` age files: their other time, of the last change of their status, cannot be set."""
-    monkeypatch.setattr(warehouse_files, "local_age_ns", lambda status: status.st_mtime_ns)
+    monkeypatch.setattr(warehouse_files, "last_change_ns", lambda status: status.st_mtime_ns)
 
 
 def same_file(one: str, other: str) -> bool:

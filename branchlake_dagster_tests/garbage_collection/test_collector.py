@@ -242,7 +242,7 @@ def test_a_planned_file_that_was_replaced_by_a_copy_of_itself_is_kept(
     inode = Path(kept).stat().st_ino
     monkeypatch.setattr(
         warehouse_files,
-        "local_age_ns",
+        "last_change_ns",
         lambda status: status.st_ctime_ns if status.st_ino == inode else status.st_mtime_ns,
     )
     (executed,) = lake.collector().run().executed
@@ -659,8 +659,10 @@ def test_a_metadata_file_that_is_damaged_between_two_batches_stops_the_plan(
         return done
 
     monkeypatch.setattr(collector._files, "delete", delete_and_damage)
-    (executed,) = collector.run().executed
+    result = collector.run()
+    (executed,) = result.executed
     assert (executed.state, executed.deleted) == ("open", 1)
+    assert result.plan.metrics.unreadable_states == (table_content(lake).metadata_location,)
     assert sum(Path(path).exists() for path in strays) == 2
 
 

@@ -247,7 +247,7 @@ def forget_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     ignore_claims(monkeypatch)  # the writer may have written the young files
-    monkeypatch.setattr(OrphanRule, "newest_age_us", 1 << 62)
+    monkeypatch.setattr(OrphanRule, "newest_change_us", 1 << 62)
 
 
 def ignore_claims(monkeypatch: pytest.MonkeyPatch) -> None:

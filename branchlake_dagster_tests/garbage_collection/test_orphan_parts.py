@@ -276,7 +276,9 @@ def test_candidates_come_back_from_disk() -> None:
         parts = list(spool)
     assert [path for part in parts for path in part.paths] == [file.path for file in files]
     assert [int(one) for part in parts for one in part.modified_us] == [file.modified_us for file in files]
-    assert [int(one) for part in parts for one in part.age_us] == [file.age_us for file in files]
+    assert [int(one) for part in parts for one in part.last_change_us] == [
+        file.last_change_us for file in files
+    ]
     assert [int(one) for part in parts for one in part.folders] == [file.size % 7 for file in files]
     assert (
         np.concatenate([part.keys for part in parts]).tolist() == keyer.keys([f.path for f in files]).tolist()
