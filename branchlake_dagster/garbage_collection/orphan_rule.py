@@ -68,8 +68,8 @@ class OrphanRule:
     ) -> list[FileVerdict]:
         """Judge files that are not hidden, in their order.
 
-        The times are those of `ListedFile.last_change_us`. `locations` are needed only for files that no other
-        rule keeps.
+        The times are those of `ListedFile.last_change_us`. `locations` are needed only for files that no
+        other rule keeps.
         """
         verdicts = [FileVerdict.REACHABLE] * int(keys.size)
         claimed_since = earliest_claim(self.claims, self.now)
