@@ -261,7 +261,7 @@ class Settings(BaseSettings):
     discard_grace_h: float = Field(
         24.0, gt=0, description="Hours after which the data files of a discarded branch are deleted."
     )
-    orphan_grace_h: float = Field(
+    orphan_file_grace_h: float = Field(
         168.0,
         ge=24,
         description="Hours for which a file that no reference can read is kept after it was written.",
@@ -360,10 +360,13 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _require_consistent_retention(self) -> Self:
         # A file must outlive every run that may still need it, and every state that undo or a retry reads.
-        # The defaults follow the other settings: see `orphan_grace` and `history_horizon`.
-        if "orphan_grace_h" in self.model_fields_set and self.orphan_grace_h < self.orphan_max_age_h:
+        # The defaults follow the other settings: see `orphan_file_grace` and `history_horizon`.
+        if (
+            "orphan_file_grace_h" in self.model_fields_set
+            and self.orphan_file_grace_h < self.orphan_max_age_h
+        ):
             raise ValueError(
-                f"orphan_grace_h ({self.orphan_grace_h:g}) is shorter than orphan_max_age_h"
+                f"orphan_file_grace_h ({self.orphan_file_grace_h:g}) is shorter than orphan_max_age_h"
                 f" ({self.orphan_max_age_h:g}), the time for which a run without heartbeat may write"
             )
         if "history_horizon_days" not in self.model_fields_set:
@@ -375,10 +378,10 @@ class Settings(BaseSettings):
                 f"history_horizon_days ({self.history_horizon_days:g}) is shorter than keep_failed_hours and"
                 f" discard_grace_h together ({needed_h:g} hours), for which failed runs can be continued"
             )
-        if timedelta(hours=horizon_h) < self.orphan_grace:
+        if timedelta(hours=horizon_h) < self.orphan_file_grace:
             raise ValueError(
-                f"history_horizon_days ({self.history_horizon_days:g}) is shorter than orphan_grace_h"
-                f" ({self.orphan_grace.total_seconds() / 3600:g} hours)"
+                f"history_horizon_days ({self.history_horizon_days:g}) is shorter than orphan_file_grace_h"
+                f" ({self.orphan_file_grace.total_seconds() / 3600:g} hours)"
             )
         if "undo_days" in self.model_fields_set and self.history_horizon_days < self.undo_days:
             raise ValueError(
@@ -421,13 +424,13 @@ class Settings(BaseSettings):
         return self.warehouse or f"file://{self.state_dir}/warehouse"
 
     @property
-    def orphan_grace(self) -> timedelta:
-        """How long a file that no reference can read is kept: `orphan_grace_h`.
+    def orphan_file_grace(self) -> timedelta:
+        """How long a file that no reference can read is kept: `orphan_file_grace_h`.
 
         Its default becomes longer with `orphan_max_age_h`.
         """
-        hours = self.orphan_grace_h
-        if "orphan_grace_h" not in self.model_fields_set:
+        hours = self.orphan_file_grace_h
+        if "orphan_file_grace_h" not in self.model_fields_set:
             hours = max(hours, self.orphan_max_age_h)
         return timedelta(hours=hours)
 
@@ -441,7 +444,7 @@ class Settings(BaseSettings):
         if "history_horizon_days" in self.model_fields_set:
             return horizon
         failed_runs = timedelta(hours=self.keep_failed_hours + self.discard_grace_h)
-        return max(horizon, failed_runs, self.orphan_grace, timedelta(days=self.undo_days))
+        return max(horizon, failed_runs, self.orphan_file_grace, timedelta(days=self.undo_days))
 
     @property
     def lake_id(self) -> str:

@@ -43,7 +43,7 @@ def test_a_discarded_branch_keeps_its_files_for_some_time(
 
 
 def test_an_undo_needs_the_history_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = {"history_horizon_days": 3, "orphan_grace_h": 72}
+    short = {"history_horizon_days": 3, "orphan_file_grace_h": 72}
     assert Settings(**short).undo_days == 7  # not set: the policy uses the horizon
     with pytest.raises(ValidationError):
         Settings(**short, undo_days=4)

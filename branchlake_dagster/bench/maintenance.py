@@ -56,7 +56,7 @@ def measure_maintenance(
         # Deletes without the delay of a day, which users cannot set. A clock that is set ahead would not
         # help: passes take the slowest of all clocks.
         # No grace: a link makes a file as young as the link, whatever its time is set to.
-        rules = {"deletion_delay_h": 0.0, "orphan_grace_h": 0.0}
+        rules = {"deletion_delay_h": 0.0, "orphan_file_grace_h": 0.0}
         lake = Lakehouse(bench_settings.model_copy(update=rules), say=say)
         try:
             ensure_main_has_commit(lake.nessie)

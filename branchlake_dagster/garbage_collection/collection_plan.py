@@ -26,7 +26,7 @@ class CollectionRules:
     ) -> CollectionRules:
         """Return the rules of a lake. `horizons` are history horizons by pattern of reference names."""
         return cls(
-            settings.orphan_grace,
+            settings.orphan_file_grace,
             HistoryHorizon(settings.history_horizon, tuple((horizons or {}).items())),
             timedelta(hours=settings.deletion_delay_h),
         )

@@ -127,7 +127,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     exclusive_wait_s: float | None = _settings_field("exclusive_wait_s")
     keep_failed_hours: float | None = _settings_field("keep_failed_hours")
     discard_grace_h: float | None = _settings_field("discard_grace_h")
-    orphan_grace_h: float | None = _settings_field("orphan_grace_h")
+    orphan_file_grace_h: float | None = _settings_field("orphan_file_grace_h")
     history_horizon_days: float | None = _settings_field("history_horizon_days")
     snapshot_keep_count: int | None = _settings_field("snapshot_keep_count")
     snapshot_keep_days: float | None = _settings_field("snapshot_keep_days")

@@ -324,10 +324,10 @@ def test_the_digest_of_a_plan_has_all_that_it_does() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"orphan_grace_h": 23},
+        {"orphan_file_grace_h": 23},
         {"deletion_delay_h": 23},
         {"history_horizon_days": 0},
-        {"orphan_grace_h": 48, "orphan_max_age_h": 72},
+        {"orphan_file_grace_h": 48, "orphan_max_age_h": 72},
         {"history_horizon_days": 8, "discard_grace_h": 200},
         {"history_horizon_days": 8, "keep_failed_hours": 190, "discard_grace_h": 24},
         {"history_horizon_days": 5},
@@ -340,10 +340,13 @@ def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
 
 def test_rules_follow_the_settings() -> None:
     long_runs = Settings(orphan_max_age_h=1000, keep_failed_hours=2000)
-    assert long_runs.orphan_grace == timedelta(hours=1000)
+    assert long_runs.orphan_file_grace == timedelta(hours=1000)
     assert long_runs.history_horizon == timedelta(hours=2024)
-    assert (Settings().orphan_grace, Settings().history_horizon) == (timedelta(days=7), timedelta(days=30))
-    settings = Settings(orphan_grace_h=48, history_horizon_days=10, deletion_delay_h=36)
+    assert (Settings().orphan_file_grace, Settings().history_horizon) == (
+        timedelta(days=7),
+        timedelta(days=30),
+    )
+    settings = Settings(orphan_file_grace_h=48, history_horizon_days=10, deletion_delay_h=36)
     rules = CollectionRules.from_settings(settings, {"x": DAY})
     assert (rules.grace, rules.horizon.default, rules.delay) == (2 * DAY, 10 * DAY, 1.5 * DAY)
     assert rules.horizon.duration("x") == DAY

@@ -151,7 +151,7 @@ def test_the_settings_decide_without_a_policy() -> None:
     policy = ExpiryPolicy(7, timedelta(days=90), timedelta(days=60), timedelta(days=2))
     for options in (MaintenanceOptions(), MaintenanceOptions(CompactionOptions(include_hot=True))):
         assert options.choose_policy(settings) == policy
-    short = Settings(history_horizon_days=3, orphan_grace_h=72)
+    short = Settings(history_horizon_days=3, orphan_file_grace_h=72)
     assert MaintenanceOptions().choose_policy(short).undo_age == timedelta(days=3)
     maintenance_definitions(settings=short)
 
