@@ -58,7 +58,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.runs.failure_detector import Heartbeats
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
-from branchlake_dagster.stored_names import JOURNAL_BRANCH
+from branchlake_dagster.stored_names import JOURNAL_BRANCH, ReferencePrefix
 
 BATCH_FILES = 2_000
 """How many files are deleted before the references are read again."""
@@ -332,6 +332,7 @@ class FileCollector:
         new_states = one.history.update()
         walked = self._monotonic()
         one.reachable.add_states(new_states)
+        self._forget_swept_states(one)
         marked = self._monotonic()
         one.deadline = marked + self._budget_s
         one.folders = self._find_table_folders(one)
@@ -352,6 +353,20 @@ class FileCollector:
             mark_s=marked - walked + self._monotonic() - listed,
             list_s=listed - marked,
         )
+
+    def _forget_swept_states(self, one: _Pass) -> None:
+        """Forget unreadable states that the clean-up of discarded runs deletes, or deleted meanwhile.
+
+        Such a sweep deletes metadata before its tag. Reads the references again if a state is unreadable.
+        """
+        unreadable = one.reachable.unreadable_states
+        if not unreadable:
+            return
+        history = LiveHistory(
+            self._client, self.rules.horizon, one.now, ignored_prefixes=(ReferencePrefix.SWEEPING,)
+        )
+        history.update()
+        one.reachable.forget_states(unreadable - history.states.keys())
 
     def _find_table_folders(self, one: _Pass) -> dict[str, str]:
         """Return the folders of all tables that were ever found, with the tables' names."""

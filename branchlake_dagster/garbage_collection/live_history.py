@@ -91,6 +91,7 @@ class LiveHistory:
 
     States are only ever added: what was live once stays live for this object. `progress` is called with a
     sentence. `excluded` references count as all others, but changes of them are not reported by `update`.
+    References whose names begin with `ignored_prefixes` do not count at all.
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class LiveHistory:
         now: datetime,
         *,
         excluded: frozenset[str] = frozenset(),
+        ignored_prefixes: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._client = client
         self._horizon = horizon
         self._now = now
         self._excluded = excluded
+        self._ignored_prefixes = ignored_prefixes
         self._progress = progress
         self._covered: dict[str, datetime] = {}
         """Commits that were read -> the time back to which the history below them was read."""
@@ -131,7 +134,11 @@ class LiveHistory:
 
         Raises NessieError. Costs one request for all references, and one for each new head.
         """
-        references = list(self._client.references(fetch_metadata=True))
+        references = [
+            ref
+            for ref in self._client.references(fetch_metadata=True)
+            if not ref.name.startswith(self._ignored_prefixes)
+        ]
         known_locations = len(self.states)
         # The longest horizon first: then no commit is read twice.
         references.sort(key=lambda ref: (-self._horizon.duration(ref.name), ref.name != "main", ref.name))

@@ -19,7 +19,7 @@ answer ends the pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -245,6 +245,15 @@ class ReachableFiles:
         """Metadata files in the warehouse that could not be read. Then all its files are kept."""
         self.damaged_tables: dict[str, str] = {}
         """Names of tables of which a file could not be read -> that file."""
+
+    def forget_states(self, locations: Collection[str]) -> None:
+        """Forget that these metadata files could not be read, because nobody needs them any more."""
+        self.unreadable_states -= set(locations)
+        for marks in (self.protected_folders, self.damaged_tables):
+            for name in [name for name, location in marks.items() if location in locations]:
+                del marks[name]
+        for location in self.unreadable_states:
+            self._protect(self._warehouse, location)
 
     def add_states(self, states: Sequence[LiveState]) -> None:
         """Mark all files that these states lead to.

@@ -95,7 +95,7 @@ class CommitPlan:
             self._require_leases(candidate)
             self._require_same_reads(candidate, reads)
             for entry in candidate.changes:
-                overlay[entry.key] = self._plan_value(entry)
+                overlay[entry.key] = self._plan_value(entry, candidate)
                 if isinstance(overlay[entry.key], StagedState):
                     rebased_tables.append(entry.key.name)
             self._require_namespaces(overlay)
@@ -292,7 +292,7 @@ class CommitPlan:
             return False
         return self.tables.load_change(key, read_content, current_value).changes_no_rows
 
-    def _plan_value(self, entry: DiffEntry) -> PlannedContent:
+    def _plan_value(self, entry: DiffEntry, candidate: Candidate) -> PlannedContent:
         """Return what the key holds after the candidate, in a plan that may already hold something newer."""
         key, before, after, current_value = (
             entry.key,
@@ -314,7 +314,8 @@ class CommitPlan:
             )
         if after is None and current_value is None:
             return None
-        if after is None and self._is_only_maintained(key, before, current_value):
+        is_renamed = isinstance(before, IcebergTable) and _has_new_name(candidate, before)
+        if after is None and not is_renamed and self._is_only_maintained(key, before, current_value):
             return None
         if after is None:
             why = "the run dropped or renamed it, and it has changed since"
@@ -426,6 +427,16 @@ def _iter_written_tables(
         before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
         if isinstance(entry.to_content, IcebergTable):
             yield entry.key, before, entry.to_content
+
+
+def _has_new_name(candidate: Candidate, table: IcebergTable) -> bool:
+    """Return whether the run moved a table to another key."""
+    return any(
+        entry.from_content is None
+        and isinstance(entry.to_content, IcebergTable)
+        and entry.to_content.content_id == table.content_id
+        for entry in candidate.changes
+    )
 
 
 def _is_same_content(content: OtherContent, on_main: Content | None) -> bool:

@@ -11,6 +11,7 @@ them.
 from __future__ import annotations
 
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV2
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Snapshot, SnapshotLogEntry, Summary
 
 from branchlake_dagster.stored_names import LakeProperty
@@ -28,11 +29,14 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
     main_ids = {snapshot.snapshot_id for snapshot in main.snapshots}
     base = run.snapshot_by_id(base_id) if base_id is not None else None
     base_number = base.sequence_number or 0 if base is not None else 0
-    # Snapshots of the run that `main` lacks are its own, or older than the base and expired on `main`.
+    referenced_ids = {reference.snapshot_id for reference in run.refs.values()}
+    # Snapshots of the run that `main` lacks are its own, or older than the base and expired on `main`. Of the
+    # latter, only those stay to which a tag or branch of the table refers.
     own_snapshots = [
         snapshot
         for snapshot in run.snapshots
-        if snapshot.snapshot_id not in main_ids and (snapshot.sequence_number or 0) > base_number
+        if snapshot.snapshot_id not in main_ids
+        and ((snapshot.sequence_number or 0) > base_number or snapshot.snapshot_id in referenced_ids)
     ]
     own_ids = {snapshot.snapshot_id for snapshot in own_snapshots}
     snapshots = [*main.snapshots, *(_follow_main(snapshot, main, base_id) for snapshot in own_snapshots)]
@@ -51,8 +55,10 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
         "last_updated_ms": last_updated_ms,
     }
     if run.current_snapshot_id in main_ids:
-        # The run added no snapshot: the compacted state stays current.
-        update |= {"current_snapshot_id": main.current_snapshot_id, "refs": main.refs}
+        # The run did not change the current rows: the state of `main` stays current.
+        main_branch = {name: ref for name, ref in main.refs.items() if name == MAIN_BRANCH}
+        refs = {**run.refs, **main_branch}
+        update |= {"current_snapshot_id": main.current_snapshot_id, "refs": refs}
     return run.model_copy(update=update)
 
 

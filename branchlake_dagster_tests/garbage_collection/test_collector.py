@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -664,6 +665,43 @@ def test_a_metadata_file_that_is_damaged_between_two_batches_stops_the_plan(
     assert (executed.state, executed.deleted) == ("open", 1)
     assert result.plan.metrics.unreadable_states == (table_content(lake).metadata_location,)
     assert sum(Path(path).exists() for path in strays) == 2
+
+
+@pytest.mark.parametrize("prefix", ["sweeping-", "discarded-"])
+def test_a_sweep_beside_a_collection_does_not_stop_it(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """It deletes the metadata of a discarded run before its tag."""
+    client, main_hash = lake.lake.nessie, lake.lake.nessie.reference("main").hash
+    client.create_branch("work", from_ref="main", from_hash=main_hash)
+    lake.lake.catalog("work").load_table(("shop", "t")).append(pa.table({"n": [7]}))
+    head, name = client.reference("work"), f"{prefix}{uuid.uuid4()}"
+    location = lake.lake.catalog("work").load_table(("shop", "t")).metadata_location
+    client.create_tag(name, from_ref="work", from_hash=head.hash)
+    client.delete_branch("work", expected_hash=head.hash)
+    stray = lake.stray()
+    lake.age()
+    collector = lake.collector()
+    begin = collector._begin
+
+    def begin_and_sweep(*arguments: Any) -> Any:
+        one = begin(*arguments)
+        update = one.history.update
+
+        def update_and_sweep() -> Any:
+            states = update()
+            Path(location.removeprefix("file://")).unlink(missing_ok=True)
+            if prefix == "discarded-" and name in {ref.name for ref in client.references()}:
+                client.delete_tag(name, expected_hash=head.hash)
+            return states
+
+        one.history.update = update_and_sweep
+        return one
+
+    monkeypatch.setattr(collector, "_begin", begin_and_sweep)
+    plan = collector.plan()
+    assert plan.metrics.unreadable_states == ()
+    assert stray in {file.path for file in plan.sample}
 
 
 def test_files_of_a_damaged_table_in_its_other_folders_are_kept(lake: CollectedLake) -> None:

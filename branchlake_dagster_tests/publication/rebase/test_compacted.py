@@ -30,6 +30,7 @@ from branchlake_dagster.publication.compaction_reversal import (
 from branchlake_dagster.publication.conflicts import find_overlap, map_over_compactions
 from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, SnapshotChange
 from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind
+from branchlake_dagster_tests.publication.rebase.test_carried import branch, tag
 from branchlake_dagster_tests.publication.rebase.test_overlap import (
     BIG,
     F1,
@@ -262,6 +263,42 @@ def test_a_run_that_ends_the_tables_history(
         assert not bench.lake.catalog().table_exists((bench.namespace, "t"))
     else:
         assert bench.rows() == rows
+
+
+@pytest.mark.parametrize("maintenance", MAINTENANCE)
+@pytest.mark.parametrize("act", [tag, branch])
+def test_tags_and_branches_of_a_run_stay(
+    bench: Workbench, maintenance: str, act: Callable[[Run], None]
+) -> None:
+    three_files(bench)
+    run = bench.run()
+    act(run)
+    wanted = set(run.table().refs())
+    MAINTENANCE[maintenance](bench, run)
+    bench.published(run)
+    assert set(bench.main().refs()) == wanted
+    assert bench.rows() == ROWS
+
+
+def test_a_tag_of_a_run_on_a_snapshot_that_expired_meanwhile(bench: Workbench) -> None:
+    three_files(bench)
+    run = bench.run()
+    oldest_id = run.table().metadata.snapshots[0].snapshot_id
+    run.table().manage_snapshots().create_tag(oldest_id, "first").commit()
+    run.replace_table([("z", 1)])
+    expire(bench, run)
+    bench.published(run)
+    assert bench.main().metadata.snapshot_by_id(oldest_id) is not None
+    assert bench.rows() == [("z", 1)]
+
+
+def test_a_run_that_renames_a_table_beside_maintenance_is_refused(bench: Workbench) -> None:
+    three_files(bench)
+    run = bench.run()
+    run.catalog.rename_table((bench.namespace, "t"), (bench.namespace, "u"))
+    compact(bench)
+    bench.refused(run)
+    assert bench.rows() == ROWS
 
 
 def test_a_consumer_of_a_merge_of_manifests_goes_on(bench: Workbench) -> None:
