@@ -60,22 +60,18 @@ _FOLDER_PROPERTIES = (
 )
 
 
-_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, ValueError, ImportError, NotImplementedError)
-"""Errors that do not go away by themselves. PyIceberg raises ValueError for an unknown scheme."""
-_PERMANENT_CODES = (
-    "ACCESS_DENIED",
-    "INVALID_ACCESS_KEY_ID",
-    "NO_SUCH_BUCKET",
-    "PERMISSION_DENIED",
-    "SIGNATURE_DOES_NOT_MATCH",
-    "UNAUTHENTICATED",
-)
-"""Codes of object stores in the messages of PyArrow, which raises OSError for all of them."""
+_PERMANENT_ERRORS = (FileNotFoundError, ValueError, ImportError, NotImplementedError)
+"""Errors that nobody can mend at the storage. PyIceberg raises ValueError for an unknown scheme.
+
+A refused access is not among them: credentials expire, and then the file may lead to files of the warehouse.
+"""
+_MISSING_BUCKET = "NO_SUCH_BUCKET"
+"""The code of object stores in the message of PyArrow, which raises OSError for it."""
 
 
 def is_permanent(error: Exception) -> bool:
     """Return whether reading the file again would fail in the same way."""
-    return isinstance(error, _PERMANENT_ERRORS) or any(code in str(error) for code in _PERMANENT_CODES)
+    return isinstance(error, _PERMANENT_ERRORS) or _MISSING_BUCKET in str(error)
 
 
 class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes

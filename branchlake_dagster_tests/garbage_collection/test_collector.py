@@ -728,7 +728,7 @@ def test_files_of_a_damaged_table_in_its_other_folders_are_kept(lake: CollectedL
 
 
 @pytest.mark.parametrize(
-    "error", [PermissionError("no"), OSError("AWS Error NO_SUCH_BUCKET"), ValueError("x")]
+    "error", [FileNotFoundError("x"), OSError("AWS Error NO_SUCH_BUCKET"), ValueError("x")]
 )
 def test_a_table_outside_the_warehouse_that_is_unreadable_for_good_does_not_stop_the_pass(
     lake: CollectedLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
