@@ -205,7 +205,7 @@ class LakeBackup:
         staging_root = make_private_folder(self._settings.state_dir / "tmp")
         with tempfile.TemporaryDirectory(prefix="backup-", dir=staging_root) as scratch:
             staging = Path(scratch) / "nessie"
-            with self._servers.lock():  # nobody starts or stops Nessie meanwhile
+            with self._servers.lock():  # no process starts or stops Nessie meanwhile
                 suspended_s = copy_database(store, staging, server=self._find_nessie())
             return suspended_s, copy_folder(staging, target)
 

@@ -42,7 +42,7 @@ def restore_lake(
     """Copy a backup to the folders of the lake. The servers and Dagster must be stopped.
 
     Iceberg's metadata has absolute paths, so a lake is restored to the folders that it had. A folder that is
-    a link is restored where the link leads. `replace` moves folders that exist aside, to names with
+    a link is restored where the link leads. `replace` renames existing folders, to names with
     `.before-restore-`. All files are copied before the first folder is moved, and if a folder cannot be
     moved, the others are moved back. Raises NotBackedUpHere, RestoreRefused and OSError.
     """

@@ -1,8 +1,8 @@
 """Publish the rewritten files of one table by one commit on `main`, beside other writers.
 
-If nobody changed the table since the compaction's branch was created, its state becomes current. Otherwise
+If no commit changed the table since the compaction's branch was created, its state becomes current. Otherwise
 the rewritten files are replayed on the newer state, as one snapshot of the operation `replace`. A partition
-gives way, and is reported, if somebody changed its files, or if an open run could not be published any more.
+gives way, and is reported, if a commit changed its files, or if an open run could not be published any more.
 
 The commit expects the hash of `main` for which it was planned, and is planned again if the table has changed
 meanwhile. Before each plan, the log of `main` is searched for the commit, in case a reply was lost.

@@ -150,7 +150,7 @@ def resolve_position(history: TableHistory, position: Position) -> int | None:
 
 @dataclass(frozen=True)
 class TableRoots:
-    """The snapshots of one table that somebody needs, with all later ones.
+    """The snapshots of one table that are needed, with all later ones.
 
     `bases` maps a snapshot to the first reference that needs it: a run's branch, a discarded branch, or the
     horizon of undo.

@@ -249,7 +249,7 @@ class RootsReader:
     def find_table_roots(
         self, roots: LakeRoots, tables: Iterable[RootedTable]
     ) -> dict[ContentKey, TableRoots]:
-        """Return the snapshots of each table that somebody needs.
+        """Return the snapshots of each table that are needed.
 
         The oldest base that has a table decides: the chain of snapshots since then contains those of newer
         bases. So this usually costs three requests, however many branches exist, and one for each tag.

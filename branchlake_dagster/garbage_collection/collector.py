@@ -273,7 +273,7 @@ class FileCollector:
         return CollectionResult(pass_id, now, self._now(), executed, plan)
 
     def explain(self, question: str) -> FileExplanation | MomentExplanation:
-        """Return who keeps a file, or since when nobody does; or whether `table@moment` can be read.
+        """Return which references keep a file, or since when none does, or if `table@moment` can be read.
 
         `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. Reads the metadata
         of all live states, as a pass does. Raises as `plan`, and ConfigurationError for a malformed moment.

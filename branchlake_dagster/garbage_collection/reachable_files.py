@@ -11,7 +11,7 @@ A file that is missing or damaged on the way hides what it led to:
 - A manifest list or manifest hides only some files. Then all files of the table's folders are kept, and of
   the folders where its other files lie.
 
-Files outside the warehouse may be somebody else's. If one of them cannot be read for good (its bucket is
+Files outside the warehouse may belong to others. If one of them cannot be read for good (its bucket is
 gone, or access is denied), its table is kept as if a manifest could not be read. A storage that does not
 answer ends the pass.
 """
@@ -61,7 +61,7 @@ _FOLDER_PROPERTIES = (
 
 
 _PERMANENT_ERRORS = (FileNotFoundError, ValueError, ImportError, NotImplementedError)
-"""Errors that nobody can mend at the storage. PyIceberg raises ValueError for an unknown scheme.
+"""Errors that the storage repeats for ever. PyIceberg raises ValueError for an unknown scheme.
 
 A refused access is not among them: credentials expire, and then the file may lead to files of the warehouse.
 """
@@ -243,7 +243,7 @@ class ReachableFiles:
         """Names of tables of which a file could not be read -> that file."""
 
     def forget_states(self, locations: Collection[str]) -> None:
-        """Forget that these metadata files could not be read, because nobody needs them any more."""
+        """Forget that these metadata files could not be read, because no reference needs them any more."""
         self.unreadable_states -= set(locations)
         for marks in (self.protected_folders, self.damaged_tables):
             for name in [name for name, location in marks.items() if location in locations]:

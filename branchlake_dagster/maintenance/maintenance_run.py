@@ -14,7 +14,7 @@ from typing import TypeVar
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions, CompactionPlan
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.compaction.result import CompactionResult, TableProgress
-from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.expiry.manifest_rewrite import ManifestRewriter, RewrittenManifests
 from branchlake_dagster.expiry.result import ExpiryPlan, ExpiryResult
 from branchlake_dagster.expiry.retention import ExpiryPolicy
@@ -184,7 +184,7 @@ def run_maintenance(
 
 
 class _Parts:
-    """Calls the wanted parts, and collects their errors."""
+    """Calls the wanted parts, and collects their errors. After an error, the rest of its part is left out."""
 
     def __init__(
         self, parts: Collection[MaintenancePart], may_continue: Callable[[], bool] = lambda: True
@@ -194,13 +194,13 @@ class _Parts:
         self.errors: dict[MaintenancePart, Exception] = {}
 
     def call(self, part: MaintenancePart, work: Callable[[], T]) -> T | None:
-        if part not in self._parts or not self._may_continue():
+        if part not in self._parts or part in self.errors or not self._may_continue():
             return None
         try:
             return work()
         except ConfigurationError:
             raise
-        except (BranchlakeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - reported as the part's error; the other parts go on
             self.errors[part] = error
             return None
 

@@ -1,7 +1,7 @@
 """The state of a run's table on a `main` that only compacted the table since the run's base.
 
 A rebase cannot replay everything: delete files, a new sort order, a replaced table. A run with such a change
-is refused if somebody else changed its table. A compaction changes no row, so it must not be the cause. Then
+is refused if another run changed its table. A compaction changes no row, so it must not be the cause. Then
 the run's own state becomes current, as if the compaction had never been: it lists the old files, which exist
 as long as the run's branch. The history keeps the compaction's snapshots, because consumers may have recorded
 them as their position. The first snapshot of the run follows them and records in its summary that it reverses
@@ -38,7 +38,8 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
         if snapshot.snapshot_id not in main_ids
         and ((snapshot.sequence_number or 0) > base_number or snapshot.snapshot_id in referenced_ids)
     ]
-    own_ids = {snapshot.snapshot_id for snapshot in own_snapshots}
+    # A referenced snapshot from before the base was never current since then, so the log leaves it out.
+    own_ids = {one.snapshot_id for one in own_snapshots if (one.sequence_number or 0) > base_number}
     snapshots = [*main.snapshots, *(_follow_main(snapshot, main, base_id) for snapshot in own_snapshots)]
     snapshot_log, last_updated_ms = list(main.snapshot_log), max(main.last_updated_ms, run.last_updated_ms)
     for entry in run.snapshot_log:

@@ -349,3 +349,22 @@ def test_an_unknown_column_is_refused_before_spark_starts(
     options = CompactionOptions(strategy=Strategy.SORT, sort_columns=columns)
     with raising(ConfigurationError, table, reason="unknown_column", subject="nothing"):
         plan_compactions(lakehouse, [table], options)
+
+
+def test_an_undeclared_error_is_reported_and_not_replaced_by_a_later_one(
+    lakehouse: Lakehouse, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(error: Exception) -> Any:
+        def raise_error(*_: object) -> None:
+            raise error
+
+        return raise_error
+
+    monkeypatch.setattr(maintenance_run, "_run_expiry", fail(ValueError("hostile metadata")))
+    monkeypatch.setattr(maintenance_run, "_merge_manifests", fail(KeyError("later")))
+    parts = (MaintenancePart.EXPIRY, MaintenancePart.COLLECTION)
+    result = run_maintenance(lakehouse, parts, tables=[table], options=SHORT)
+    assert {part: type(error) for part, error in result.errors.items()} == {
+        MaintenancePart.EXPIRY: ValueError
+    }
+    assert result.collection is not None
