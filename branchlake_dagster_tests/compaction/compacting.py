@@ -19,10 +19,12 @@ from branchlake_dagster.compaction.table_publication import (
     TablePublisher,
 )
 from branchlake_dagster.internals.pyiceberg import commit_compaction, write_data_files
-from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.runs.branch_owner import branch_filter
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
 
@@ -79,3 +81,12 @@ def open_run(bench: Workbench) -> Run:
     run = Run(bench, str(uuid.uuid4()), base)
     bench.lake.nessie.create_branch(run.name, from_ref=MAIN, from_hash=base)
     return run
+
+
+def discard_open_runs(lake: Lakehouse) -> None:
+    """Delete the branches of runs that earlier tests of this process left open in the session's lake.
+
+    While any run is open, a compaction applies no delete files.
+    """
+    for branch in list(lake.nessie.references(filter=branch_filter(ReferencePrefix.RUN))):
+        lake.nessie.delete_branch(branch.name, expected_hash=branch.hash)

@@ -46,7 +46,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster.publication.replay import IcebergTableFormat
-from branchlake_dagster_tests.compaction.compacting import open_run
+from branchlake_dagster_tests.compaction.compacting import discard_open_runs, open_run
 from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver, an_ingest, land
 from branchlake_dagster_tests.ingest.test_landing_source import values as records
 from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
@@ -60,7 +60,8 @@ ROWS = sorted([*(("a", number) for number in range(8)), *(("b", number) for numb
 
 @pytest.fixture
 def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
-    """A table with four files in each of two partitions."""
+    """A table with four files in each of two partitions, in a lake without open runs."""
+    discard_open_runs(lakehouse)
     bench = Workbench(lakehouse, namespace)
     bench.seeded([])
     for number in range(4):
