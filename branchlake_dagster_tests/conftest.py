@@ -35,7 +35,7 @@ from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 from branchlake_dagster_tests.suite.own_project import ignore_own_project
 
-# Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
+# Many tests speak to Nessie themselves, as anybody could; embedded/test_token.py tests the token.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
 # Servers end before what the second compiler makes pays: it would take half of their time. Without it the JVM
 # reserves a fifth of the usual memory for code, and a full one ended the Spark server that all tests share.
@@ -46,6 +46,8 @@ os.environ.setdefault("BRANCHLAKE_STARTUP_TIMEOUT_S", "240")
 # How long an example takes is the machine's matter.
 hypothesis.settings.register_profile("branchlake", deadline=None)
 hypothesis.settings.load_profile("branchlake")
+
+pytest_plugins = ["branchlake_dagster_tests.suite.nessie_fixtures"]
 
 LAKES: pytest.StashKey[Lakes] = pytest.StashKey()
 _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"

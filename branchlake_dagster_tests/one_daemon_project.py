@@ -6,14 +6,14 @@ import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions, incremental_sensor
 from branchlake_dagster.ingest.definitions import ingest_definitions
+from branchlake_dagster_tests.automation.automation_project import (
+    NAMESPACE,
+    automation_definitions,
+)
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS
 from branchlake_dagster_tests.launching.project import waiting
-from branchlake_dagster_tests.publication.automation.automation_project import (
-    NAMESPACE,
-    automation_definitions,
-)
 
 _ingest = ingestion(os.environ.get(TOPICS, "orders").split(","), os.environ.get(NAME, "orders"))
 

@@ -31,6 +31,7 @@ from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster_tests.automation.automation_project import NAMESPACE
 from branchlake_dagster_tests.daemon import home_of, launch, wait_for
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 from branchlake_dagster_tests.incremental.backfill.changed_pipeline import (
@@ -41,7 +42,6 @@ from branchlake_dagster_tests.incremental.backfill.changed_pipeline import (
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS
 from branchlake_dagster_tests.ingest.test_live import ids, record, run_branches
-from branchlake_dagster_tests.publication.automation.automation_project import NAMESPACE
 from branchlake_dagster_tests.suite.kafka import Broker, as_environment
 from branchlake_dagster_tests.suite.soak import soaking
 

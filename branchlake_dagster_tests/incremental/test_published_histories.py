@@ -40,7 +40,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.selection import select_partitions
-from branchlake_dagster_tests.changes.tables import compact, counted
+from branchlake_dagster_tests.history.snapshot_tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
 HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "8"))

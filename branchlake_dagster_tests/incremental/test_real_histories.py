@@ -20,7 +20,7 @@ from branchlake_dagster.history.change import Position, RowsUnreadable
 from branchlake_dagster.history.ranges import changed_ranges
 from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster_tests.changes.tables import counted, difference
+from branchlake_dagster_tests.history.snapshot_tables import counted, difference
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.suite import soak
 from branchlake_dagster_tests.suite.raised import raising

@@ -18,7 +18,7 @@ from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
-from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
+from branchlake_dagster_tests.publication.rebase.test_other_writers import assign_main
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse

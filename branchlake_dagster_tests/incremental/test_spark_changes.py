@@ -27,9 +27,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
-from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.history.snapshot_tables import counted
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 
 pytestmark = pytest.mark.spark

@@ -15,7 +15,7 @@ from branchlake_dagster.ingest.batch_assets import build_asset_specs
 from branchlake_dagster.ingest.batch_tables import prepare_targets
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expand_families
 from branchlake_dagster.ingest.spark_expressions import NAME_MAPPING, columns_of
-from branchlake_dagster_tests.changes.tables import SCHEMA, catalogue
+from branchlake_dagster_tests.history.snapshot_tables import SCHEMA, catalogue
 
 NESTED = Schema(
     NestedField(1, "id", LongType()),

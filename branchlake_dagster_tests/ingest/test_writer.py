@@ -23,7 +23,7 @@ from branchlake_dagster.ingest import worker_writer as writer
 from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA
 from branchlake_dagster.ingest.scan import FailedScans
 from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, build_writer
-from branchlake_dagster_tests.changes.tables import catalogue
+from branchlake_dagster_tests.history.snapshot_tables import catalogue
 
 _REASON = pa.struct([("kind", pa.string()), ("detail", pa.string())])
 _ROW = pa.struct([("id", pa.int64()), ("text", pa.string())])

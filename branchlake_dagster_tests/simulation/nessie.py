@@ -1,6 +1,6 @@
 """A Nessie server in memory: requests of REST API v2 in, status and JSON out, all of it deterministic.
 
-It does what the real server (0.99.0) was seen to do; `lakehouse/test_nessie_contract.py` holds both to
+It does what the real server (0.99.0) was seen to do; `nessie/test_simulated_server.py` holds both to
 that. What our client never asks for is not there.
 """
 

@@ -32,11 +32,12 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
 from branchlake_dagster_tests.simulation.files import InTurn
-from branchlake_dagster_tests.simulation.hands import Hands
-from branchlake_dagster_tests.simulation.hearts import Hearts
+from branchlake_dagster_tests.simulation.heartbeats import Hearts
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.network import Network
+from branchlake_dagster_tests.simulation.other_engines import Stranger
+from branchlake_dagster_tests.simulation.outside_writers import Hands
 from branchlake_dagster_tests.simulation.publisher import NotedPublisher
 from branchlake_dagster_tests.simulation.reaper import reap, sweep
 from branchlake_dagster_tests.simulation.runs import (
@@ -52,7 +53,6 @@ from branchlake_dagster_tests.simulation.runs import (
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
 from branchlake_dagster_tests.simulation.stall import AnotherPassAtWork, Stall
 from branchlake_dagster_tests.simulation.storage import Storage, StorageAwayError
-from branchlake_dagster_tests.simulation.strangers import Stranger
 from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
 from branchlake_dagster_tests.simulation.transport import DirectTransport
 from branchlake_dagster_tests.simulation.writer import Writer

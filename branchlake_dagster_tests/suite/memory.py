@@ -1,4 +1,4 @@
-"""A lake whose Nessie is in this process's memory: the simulation's, which `lakehouse/test_nessie_contract.py` holds to the real one.
+"""A lake whose Nessie is in this process's memory: the simulation's, which `nessie/test_simulated_server.py` holds to the real one.
 
 Its tables are real Iceberg tables in a folder of the test's own. A module's tests use it with
 

@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 from branchlake_dagster_tests.suite.durations import Record, expected_s, read, split
 
 SPREAD = frozenset(
-    {"branching/io/test_daily_frames.py", "simulation/test_simulation.py", "incremental/test_model.py"}
+    {"io_manager/test_daily_frames.py", "simulation/test_simulation.py", "incremental/test_model.py"}
 )
 """Long modules whose tests go to several workers. They share nothing that is dear to make."""
 

@@ -15,16 +15,16 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 PATTERNS = {
-    "lakehouse/test_catalog_tables.py": "PyIceberg's ValueError, which has no class of its own",
-    "lakehouse/test_nessie_contract.py": "Nessie's answers, whose errorCode is the same for all of them",
-    "lakehouse/test_nessie_server.py": "Nessie's answers, whose errorCode is the same for all of them",
-    "lakehouse/test_spark_gone.py": "PySpark's warning, which has no class of its own",
+    "catalog/test_tables.py": "PyIceberg's ValueError, which has no class of its own",
+    "nessie/test_simulated_server.py": "Nessie's answers, whose errorCode is the same for all of them",
+    "nessie/test_server.py": "Nessie's answers, whose errorCode is the same for all of them",
+    "spark/test_lost_server.py": "PySpark's warning, which has no class of its own",
 }
 """Files that may expect an error or warning by a pattern, and why."""
 
 QUOTED = {
     "sda/test_conjunctions.py": "a name of an object, not a sentence",
-    "lakehouse/test_catalog_tables.py": "messages of commits, which are stored on main",
+    "catalog/test_tables.py": "messages of commits, which are stored on main",
     "launching/test_leaving.py": "an error that the test itself raises",
     "suite/test_absent.py": "a command to run",
 }

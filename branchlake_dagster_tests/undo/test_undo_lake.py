@@ -27,9 +27,9 @@ from branchlake_dagster.undo.report import report_undo
 from branchlake_dagster.undo.result import Undo
 from branchlake_dagster.undo.undo_job import undo_job
 from branchlake_dagster.undo.undrop import undrop_table
-from branchlake_dagster_tests.branching.test_incremental import copy_of, spent_of
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.incremental.test_incremental_assets import copy_of, spent_of
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.publication.workbench import Workbench
 from branchlake_dagster_tests.suite import memory

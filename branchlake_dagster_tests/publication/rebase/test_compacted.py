@@ -30,7 +30,7 @@ from branchlake_dagster.publication.compaction_reversal import (
 from branchlake_dagster.publication.conflicts import find_overlap, map_over_compactions
 from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, SnapshotChange
 from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind
-from branchlake_dagster_tests.publication.rebase.test_carried import branch, tag
+from branchlake_dagster_tests.publication.rebase.test_carried_metadata import branch, tag
 from branchlake_dagster_tests.publication.rebase.test_overlap import (
     BIG,
     F1,

@@ -34,7 +34,7 @@ from branchlake_dagster.sda.commands.alert_subscribers import (
     SubscriberStore,
     latest_acknowledgements,
 )
-from branchlake_dagster_tests.changes.tables import compact
+from branchlake_dagster_tests.history.snapshot_tables import compact
 from branchlake_dagster_tests.sda.alerts.alert_log import SCHEMA, TIME, AlertLog, alert_id, entry
 from branchlake_dagster_tests.suite.json_contract import check_output
 from branchlake_dagster_tests.suite.raised import raising
