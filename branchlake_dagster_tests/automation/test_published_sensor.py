@@ -234,7 +234,7 @@ def test_only_partitions_of_watched_assets_count(daily: Shop) -> None:
     assert why == f"No partition to launch after run {run}: its partitions are unknown or deleted."
 
 
-def test_the_runs_of_another_dagster_are_said_to_be_unknown(daily: Shop) -> None:
+def test_the_runs_of_another_dagster_are_reported_as_unknown(daily: Shop) -> None:
     sensor = follow()
     daily.tick(sensor)
     daily.publish("elsewhere")
@@ -325,6 +325,6 @@ def test_a_function_that_fails_keeps_the_publication_for_the_next_tick(shop: Sho
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"assets": []}, "no_assets"), ({"job": None}, "no_job")])
-def test_what_cannot_work_is_said_at_once(options: dict[str, Any], reason: str) -> None:
+def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
     with raising(ConfigurationError, reason=reason):
         follow(**options)

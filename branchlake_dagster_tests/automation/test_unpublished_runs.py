@@ -90,7 +90,7 @@ def test_each_run_is_alerted_once(watch: Watch) -> None:
     assert watch.alerted() == []
 
 
-def test_a_run_that_is_set_aside_is_alerted_with_its_command(watch: Watch) -> None:
+def test_a_run_that_is_parked_is_alerted_with_its_command(watch: Watch) -> None:
     watch.tick()
     run_id = watch.ended(**{RunTag.STATUS: "pending", RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
     watch.tick()

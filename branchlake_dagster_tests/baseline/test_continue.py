@@ -82,7 +82,7 @@ def publish(p: Opened, run_id: str) -> None:
 # -- before anything has changed -----------------------------------------------------------------------
 
 
-def test_all_stored_names_are_there(p: Opened, expected: dict[str, Any]) -> None:
+def test_all_stored_names_exist(p: Opened, expected: dict[str, Any]) -> None:
     """What this reads is read with today's clients; the names it finds are those of the past."""
     endpoint = p.lake.settings.s3_endpoint
     assert endpoint is not None
@@ -224,7 +224,7 @@ def test_a_failed_run_is_retried_from_its_discarded_branch(p: Opened, runs: dict
     assert ids(p, "shop", "first") == sorted([*before, *new])
 
 
-def test_a_run_that_was_set_aside_is_taken_up_again(p: Opened, runs: dict[str, str]) -> None:
+def test_a_run_that_was_parked_is_taken_up_again(p: Opened, runs: dict[str, str]) -> None:
     (run,) = iter_parked_runs(p.instance)
     assert run.run_id == runs["parked"]
     assert p.settle(run.run_id).state is RunState.PARKED

@@ -56,7 +56,7 @@ def test_a_table_of_sparks(spark: SparkSession, catalog: NessieCatalog, client: 
     assert catalog.list_namespaces() == [("s",)]
 
 
-def test_a_table_of_ours(spark: SparkSession, catalog: NessieCatalog, client: NessieClient) -> None:
+def test_a_table_of_branchlake(spark: SparkSession, catalog: NessieCatalog, client: NessieClient) -> None:
     catalog.create_namespace("o.deep")
     table = catalog.create_table("o.deep.t", pa.schema([("id", pa.int64())]))
     before = content_id(client, catalog, "o", "deep", "t")

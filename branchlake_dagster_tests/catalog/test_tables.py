@@ -346,7 +346,7 @@ def test_a_missing_reference_is_not_a_missing_table(open_catalog: OpenCatalog) -
         gone.namespace_exists("db")
 
 
-def test_names_with_dots_and_other_letters(catalog: NessieCatalog) -> None:
+def test_names_with_dots_and_foreign_alphabets(catalog: NessieCatalog) -> None:
     for name in ("a.b", "Ä 😀", 'it\'s "quoted"'):
         catalog.create_namespace(("db", name))
         table = catalog.create_table(("db", name, "t"), SCHEMA)

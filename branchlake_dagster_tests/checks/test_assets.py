@@ -267,7 +267,7 @@ def test_checks_on_the_same_rows_are_one_step() -> None:
 
 
 @pytest.mark.spark
-def test_joined_checks_keep_what_each_said(instance: dg.DagsterInstance, lake: Lake) -> None:
+def test_joined_checks_keep_the_result_of_each(instance: dg.DagsterInstance, lake: Lake) -> None:
     result = _run(instance, lake, *_joined(), partition_key="c")
     assert result.success
     assert sorted(lake.asked) == [["a", "b", "c"], ["c"]]

@@ -155,7 +155,7 @@ def expected(
     return rows, Counter((part, run, n) for part, run, n in rows.elements() if part == project.APPENDED)
 
 
-def test_every_published_row_is_there_once_and_no_other(
+def test_every_published_row_exists_once_and_no_other(
     lake: Lakehouse, environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print(f"BRANCHLAKE_TEST_KILL_SEED={SEED}")  # noqa: T201 - shown when it fails, wherever that is

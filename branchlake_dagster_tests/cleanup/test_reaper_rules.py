@@ -84,7 +84,7 @@ def test_heartbeats_of_writers(
         (True, "not_published"),
     ],
 )
-def test_a_failed_run_that_the_reaper_meets_before_the_publisher_is_told_the_truth(
+def test_a_failed_run_that_the_reaper_meets_before_the_publisher_gets_a_true_report(
     told: bool, code: str
 ) -> None:
     assert decide_reaping(BranchFacts(UNPUBLISHED, HOUR, has_verdict=told), LIMITS)[1].code == code

@@ -154,7 +154,7 @@ def test_a_discarded_branch_leaves_no_file(lake: Lake) -> None:
     assert lake.sweep() == []
 
 
-def test_the_size_that_is_told_is_what_is_freed(lake: Lake) -> None:
+def test_the_reported_size_is_what_is_freed(lake: Lake) -> None:
     def used() -> int:
         return sum((lake.root / name).stat().st_size for name in lake.files())
 
@@ -402,7 +402,7 @@ def test_a_run_that_the_ledger_names_loses_no_file(lake: Lake) -> None:
     assert lake.names() == set()
 
 
-def test_files_outside_of_the_tables_folder_are_not_ours(lake: Lake, tmp_path: Path) -> None:
+def test_files_outside_of_the_tables_folder_are_not_touched(lake: Lake, tmp_path: Path) -> None:
     own = tmp_path / "own.parquet"
     pq.write_table(ROWS, own)
     branch = lake.branch("blocked")

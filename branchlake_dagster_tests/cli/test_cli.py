@@ -62,7 +62,7 @@ def test_a_size_that_the_benchmark_does_not_have_is_named() -> None:
     assert [name for name in ("'huge'", "small", "medium", "large") if name not in done.output] == []
 
 
-def test_demo_help_tells_the_options() -> None:
+def test_demo_help_lists_the_options() -> None:
     told = call("demo", "--help").output
     assert "--catalogue FILE" in told
     assert "--json" in told

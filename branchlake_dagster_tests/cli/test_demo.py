@@ -68,7 +68,7 @@ def test_the_demo_publishes_what_passes_and_blocks_what_does_not(
     assert {row["run_id"] for row in told["publications"]} <= {line.run for line in published}
 
 
-def test_the_real_snapshots_that_the_demo_takes_are_there() -> None:
+def test_the_real_snapshots_of_the_demo_exist() -> None:
     if not SNAPSHOTS.exists():
         pytest.skip("the real catalogue snapshots are kept beside the repository, in shared/data/gp")
     assert all((SNAPSHOTS / name).exists() for name in TWO)

@@ -212,7 +212,7 @@ def test_a_checksum_that_is_off_is_refused(after: RowChecksum) -> None:
     assert caught.value.partitions == ("day=1",)
 
 
-def test_rows_that_the_manifest_states_must_be_there() -> None:
+def test_rows_that_the_manifest_states_must_exist() -> None:
     more = replace(REWRITTEN, added=(File("new", rows=8),))
     with pytest.raises(CompactionRowsDiffer):
         prove_same_rows("t", [more], {"f1": OLD, "f2": NEW}, {"new": OLD + NEW})

@@ -118,7 +118,7 @@ def test_a_partition_whose_files_main_changed_gives_way(bench: Workbench, how: s
     assert bench.rows() == rows
 
 
-def test_a_delete_on_main_is_not_taken_back(bench: Workbench) -> None:
+def test_a_delete_on_main_is_not_reverted(bench: Workbench) -> None:
     rewriting = Rewriting(bench)
     delete_equal(bench.main(), "id", 2, "a")
     done = rewriting.publish()

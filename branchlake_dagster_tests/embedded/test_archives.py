@@ -107,7 +107,7 @@ def test_a_java_that_does_not_say_what_it_is_has_none(tmp_path: Path, release: s
     assert find_archive("spark", java_that_says(tmp_path / "java", release), [jar(tmp_path)]) is None
 
 
-def test_a_jar_that_is_not_there_has_none(tmp_path: Path) -> None:
+def test_a_jar_that_does_not_exist_has_none(tmp_path: Path) -> None:
     java = java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n')
     assert find_archive("spark", java, [tmp_path / "gone.jar"]) is None
 
@@ -222,7 +222,7 @@ def test_a_first_start_does_without(
     assert "TieredStopAtLevel" not in " ".join(spark)  # queries are worth the second compiler
 
 
-def test_archives_that_are_there_are_used_and_others_recorded(
+def test_archives_that_exist_are_used_and_others_recorded(
     servers: Callable[..., EmbeddedServers], launched: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     there = servers().archives()

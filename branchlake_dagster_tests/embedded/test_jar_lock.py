@@ -173,7 +173,7 @@ def test_every_jar_of_the_servers_is_locked(one: Jar) -> None:
     assert f"{one.name}-{one.rev}{suffix}.jar" in packaged_lock()
 
 
-def test_no_host_stands_in_the_lock_file() -> None:
+def test_the_lock_file_contains_no_host() -> None:
     assert not re.search(r"https?:|www\.|\.org/|\.com/", LOCK_FILE.read_text())
 
 

@@ -136,7 +136,7 @@ def test_it_ends_when_spark_closes_its_pipe(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_who_stands_for_it_passes_the_end_on(server: Server) -> None:
+def test_the_parent_process_passes_the_end_on(server: Server) -> None:
     made, port = server.daemon()
     worker = server.worker(port)
     made.send_signal(signal.SIGTERM)

@@ -183,7 +183,7 @@ def test_a_settings_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
         resolve_jars([ICEBERG_SPARK], tmp_path, ivy_settings=tmp_path / "absent.xml", notify=lambda _: None)
 
 
-def test_a_full_disk_is_told_before_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with raising(ConfigurationError, "5 MiB", "1 GiB", reason="disk_full"):
         resolve_jars([ICEBERG_SPARK], tmp_path, ivy_settings=None, notify=lambda _: None)
@@ -209,7 +209,7 @@ def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tm
 # -- processes -----------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_told_with_its_setting() -> None:
+def test_a_port_in_use_is_reported_with_its_setting() -> None:
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))
         taken.listen()

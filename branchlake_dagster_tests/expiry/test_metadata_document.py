@@ -166,7 +166,7 @@ def test_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     assert peak < 6 * size, (peak, size)
 
 
-def test_a_file_is_written_as_its_name_says(tmp_path: Path) -> None:
+def test_a_file_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
     for name in ("a.metadata.json", "a.gz.metadata.json"):
         write_document(PyArrowFileIO(), str(tmp_path / name), json.dumps(metadata(2)).encode())
         assert read_document(PyArrowFileIO(), str(tmp_path / name)).history.current_id == 2

@@ -504,7 +504,7 @@ def test_any_error_of_one_table_does_not_stop_the_others(
 # -- undo ----------------------------------------------------------------------------------------------
 
 
-def test_an_undo_within_its_horizon_works_and_beyond_is_refused(bench: Workbench) -> None:
+def test_an_undo_works_within_its_horizon_and_is_refused_afterwards(bench: Workbench) -> None:
     seeded(bench, 2)
     (run,) = appended(bench, 2)
     appended(bench, 3, 4, 5)

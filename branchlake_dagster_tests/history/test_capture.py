@@ -97,7 +97,7 @@ def test_what_was_read_of_everything_is_not_read_again(table: Table, monkeypatch
     }
 
 
-def test_appends_are_told_by_file_with_rows_and_partition(table: Table) -> None:
+def test_appends_are_reported_by_file_with_rows_and_partition(table: Table) -> None:
     start = current_position(table)
     append(table, [("a", 4)])
     append(table, [("b", 5), ("c", 6)])
@@ -124,7 +124,7 @@ def test_a_replaced_partition_takes_rows_away_and_brings_new_ones(table: Table) 
     assert (counted(net.added), counted(net.removed)) == (Counter([("a", 7)]), Counter([("a", 1)]))
 
 
-def test_deletes_and_updates_are_told_apart(table: Table) -> None:
+def test_deletes_and_updates_are_distinguished(table: Table) -> None:
     start = current_position(table)
     table.delete("day = 'b'")
     assert captured(table, start).kinds == (ChangeKind.DELETE,)
@@ -166,7 +166,7 @@ def test_snapshots_of_the_consumers_own_run_come_back_under_other_names(table: T
     assert rows(table, captured(table, consumed)) == Counter([("m", 1), ("m", 3)])
 
 
-def test_a_position_on_a_branch_names_what_is_beyond_main(table: Table, catalog: Catalog) -> None:
+def test_a_position_on_a_branch_names_unpublished_snapshots(table: Table, catalog: Catalog) -> None:
     on_main = catalog.load_table("shop.t")
     append(table, [("own", 2)])
     found = position_on_branch(table, on_main)
@@ -305,7 +305,7 @@ def test_rows_are_read_with_the_columns_of_today(table: Table) -> None:
     assert found.with_change_types()["_change_type"].to_pylist() == ["INSERT"]
 
 
-def test_rows_that_no_file_stands_for_are_copied_into_a_change_table(table: Table) -> None:
+def test_rows_without_a_file_of_their_own_are_copied_into_a_change_table(table: Table) -> None:
     how = {"name": ("shop", "c"), "location": f"{table.location()}-change", "change_of": "shop.t"}
     empty = build_change_table(table, (), properties={}, **how)
     files = write_copied_rows(empty, frame([("a", 4), ("b", 5)]))

@@ -150,7 +150,7 @@ def test_footers_know_which_row_groups_have_bounds(tmp_path: Path) -> None:
     )
 
 
-def test_an_identity_partition_is_the_value_whatever_the_file_says() -> None:
+def test_an_identity_partition_is_the_value_whatever_the_files_bounds() -> None:
     told = {**_bounds(TEXT, "a", "z"), "null_value_counts": None, "split_offsets": None}
     one = _facts(TEXT, _spec(IdentityTransform()), partition=Record("k"), **told)
     assert one == ColumnFacts(no_null=True, no_nan=True, low="k", high="k")

@@ -33,7 +33,7 @@ def roll_back(table: Table, snapshot_id: int) -> None:
     table.manage_snapshots().rollback_to_snapshot(snapshot_id).commit()
 
 
-def test_what_is_in_its_line_is_held_and_what_is_not_told_too(table: Table) -> None:
+def test_ancestors_are_held_and_unreported_snapshots_too(table: Table) -> None:
     first, second = ids(table)
     append(table, [("b", 3)], replayed_from="77")
     compact(table)

@@ -88,7 +88,7 @@ def test_duckdb_polars_and_pyiceberg_read_change_tables(lakehouse: Lakehouse, na
         assert len(values(p, orders.asset)) == 3
 
 
-def test_all_change_tables_are_tried_and_every_error_is_told(
+def test_all_change_tables_are_tried_and_every_error_is_reported(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = Source(namespace)

@@ -337,7 +337,7 @@ def test_earlier_partitions_of_an_input_bring_older_rows(
     assert world.time_of("total").at is not None
 
 
-def test_before_the_first_day_is_over_no_row_is_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_first_day_is_over_no_row_exists(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     days = DailyPartitionsDefinition("2026-08-02", end_date="2026-08-02")
     monkeypatch.setattr(world, "definition", lambda: days)
     assert windows_end_ms(world.consumer("silver")) == START
@@ -410,7 +410,7 @@ def test_results_that_depend_on_later_rows_are_behind(reach: Reach, expected: st
 
 @pytest.mark.long
 @pytest.mark.parametrize("rolls_back", [False, True])
-def test_a_time_is_reached_only_if_its_rows_are_there(rolls_back: bool) -> None:
+def test_a_time_is_reached_only_if_its_rows_exist(rolls_back: bool) -> None:
     reached: Counter[str] = Counter()
     rolled_back = 0
     for seed in range(1000, 1004):

@@ -176,9 +176,7 @@ def test_removed_rows_stop_a_consumer_that_only_appends(
 
 
 @pytest.mark.nessie
-def test_each_row_tells_its_change_and_its_commit(
-    lakehouse: Lakehouse, namespace: str, orders: Source
-) -> None:
+def test_each_row_has_its_change_and_its_commit(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     seen: list[pl.DataFrame] = []
     other = Source(namespace, "other")
 

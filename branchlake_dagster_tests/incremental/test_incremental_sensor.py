@@ -289,7 +289,7 @@ def test_partitions_whose_runs_failed_hold_up_no_others(lakehouse: Lakehouse, na
         assert seen == ["2026-08-01", "2026-08-02", "2026-08-03"]
 
 
-def test_an_error_of_any_class_is_told_and_nothing_is_called_consumed(
+def test_an_error_of_any_class_is_reported_and_nothing_counts_as_consumed(
     lakehouse: Lakehouse, namespace: str, orders: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: ConsumerBacklog) -> None:

@@ -133,7 +133,7 @@ def test_a_partition_waits_for_the_one_before_it_unless_it_is_being_computed() -
 
 
 @pytest.mark.parametrize("state", [*LaunchState])
-def test_every_state_has_words(state: LaunchState) -> None:
+def test_every_state_has_a_sentence(state: LaunchState) -> None:
     decision = decide_launch(LEFT, AttemptHistory("key", (failed(0, 0),)), None, POLICY, T)
     assert replace(decision, state=state).format_state(POLICY)
 

@@ -309,7 +309,7 @@ def test_it_finds_the_bug(name: str) -> None:
 # -- a schedule that chance rarely finds ---------------------------------------------------------------
 
 
-def test_an_old_run_meets_one_whose_entry_the_floor_has_taken() -> None:
+def test_an_old_run_meets_one_whose_entry_the_common_position_covers() -> None:
     writer = Writer(Random(0))
     lake = Lake(writer)
     kind = Kind("copy", "rows", ("one",), "fail", PARTS)

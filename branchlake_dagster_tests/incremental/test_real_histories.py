@@ -141,7 +141,7 @@ def test_what_spark_changes_between_any_two_states(
             raise
 
 
-def test_rows_deleted_by_value_are_not_told_one_by_one(
+def test_rows_deleted_by_value_are_not_reported_one_by_one(
     lakehouse: Lakehouse, session: SparkSession, namespace: str
 ) -> None:
     session.sql(f"CREATE NAMESPACE nessie.{namespace}")

@@ -236,7 +236,7 @@ def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Br
     assert drive.dead() == []
 
 
-def test_fields_that_can_be_no_columns_are_left_out_and_told(
+def test_fields_that_cannot_be_columns_are_left_out_and_reported(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """Each of them has stopped an ingestion for good: the update of the schema, or the next pass, failed."""

@@ -69,7 +69,7 @@ WRONG = KafkaError(
         ),
     ],
 )
-def test_the_worst_is_told(told: list[KafkaError], cause: Cause, text: str) -> None:
+def test_the_worst_is_reported(told: list[KafkaError], cause: Cause, text: str) -> None:
     complaints = BrokerErrors("a:1,b:2")
     for one in told:
         complaints(one)
@@ -96,7 +96,7 @@ def test_only_what_does_not_pass_is_final_and_only_when_no_broker_is_left() -> N
     assert [cause for cause in Cause if cause.is_transient] == [Cause.ADDRESS, Cause.PROTOCOL]
 
 
-def test_what_was_told_before_a_request_counts_until_a_broker_answers() -> None:
+def test_the_last_error_before_a_request_counts_until_a_broker_answers() -> None:
     def cause() -> Cause:
         return complaints.worst_failure("topic t", "Local: Timed out").cause
 

@@ -89,7 +89,7 @@ def test_nested_values_are_converted_whatever_the_name(spark_session: SparkSessi
 
 
 @pytest.mark.spark
-def test_a_name_that_is_there_twice_stops_no_other_record(spark_session: SparkSession) -> None:
+def test_a_name_that_exists_twice_stops_no_other_record(spark_session: SparkSession) -> None:
     columns = [RecordColumn("n", "int", ("n",)), RecordColumn("c", "struct<a: int>", ("it's",))]
     twice = b"""{"n": "7", "it's": {"a": 1}, "it's": {"a": 2}}"""
     records = spark_session.createDataFrame([(twice,), (b'{"n": "8"}',)], f"{VALUE_COLUMN} binary")

@@ -68,7 +68,7 @@ def moment(second: int) -> datetime:
 # -- topics --------------------------------------------------------------------------------------------
 
 
-def test_a_folder_tells_incarnation_offsets_and_times(tmp_path: Path) -> None:
+def test_a_folder_reports_incarnation_offsets_and_times(tmp_path: Path) -> None:
     land(tmp_path, "a", [b"x", b"y"], [b"z"])
     land(tmp_path, "a", [b"x"], partition=3, at=500)
     topics = LandingTopics(tmp_path)
@@ -223,7 +223,7 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     assert driver.look().progress.position == {}
 
 
-def test_files_at_another_place_than_theirs_fail_the_batch(
+def test_files_outside_their_folder_fail_the_batch(
     lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
 ) -> None:
     """Somebody renamed a topic's folder: all records were passed over, and the files removed in the end."""

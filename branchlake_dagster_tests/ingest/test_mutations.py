@@ -166,7 +166,9 @@ def test_an_attempt_that_was_given_up_takes_no_staged_rows_away(
     assert not list_staging_tables(drive.lake.nessie, again.branch, tables)
 
 
-def test_columns_may_have_the_names_of_ours(driving: Driving, kafka: Broker, namespace: str) -> None:
+def test_columns_may_have_the_names_of_branchlakes_columns(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
     """Debezium's transforms write __op and more."""
     topic = kafka.topic()
     columns = {"id": "bigint", "__op": "string", "__OFFSET": "string", "___op": "int", "__nth": "int"}

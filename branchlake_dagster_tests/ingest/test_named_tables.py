@@ -301,7 +301,7 @@ def test_rows_take_each_others_place_in_tables_that_records_name(
     assert not [name for name in spaces if "staged" in name]
 
 
-def test_letters_for_which_there_was_no_table_are_put_back(
+def test_dead_letters_without_a_table_are_reprocessed(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     topic = kafka.topic()
@@ -327,7 +327,7 @@ def test_letters_for_which_there_was_no_table_are_put_back(
     assert tables(drive) == {"a": [1], "b": [2, 4]}
 
 
-def test_a_live_run_tells_of_each_table(lakehouse: Lakehouse, kafka: Broker, namespace: str) -> None:
+def test_a_live_run_reports_each_table(lakehouse: Lakehouse, kafka: Broker, namespace: str) -> None:
     topic = kafka.topic()
     ingest = by_kind(namespace, topic)
     with live(lakehouse, kafka, ingest) as one:

@@ -334,7 +334,7 @@ def test_reading_starts_at_the_end_where_that_is_wanted_and_only_once() -> None:
     }
 
 
-def test_nothing_is_told_of_an_empty_topic() -> None:
+def test_nothing_is_reported_of_an_empty_topic() -> None:
     assert plan(topic((0, 0)), start={}).is_empty
     assert plan(topic((3, 3)), start=at(3)).is_empty
 
@@ -368,7 +368,7 @@ def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() 
     assert plan(later, start=position).ranges == {TopicPartition("t", "i~1", 0): OffsetRange(5, 6)}
 
 
-def test_ranges_are_told_in_words() -> None:
+def test_ranges_are_formatted() -> None:
     spans = {TopicPartition("t", "i", n): OffsetRange(n, 2 * n) for n in range(8)}
     assert format_ranges(spans, max_partitions=2) == "t[1] 1 to 1, t[2] 2 to 3 and 5 more"
     assert format_ranges({}) == "nothing"
@@ -465,7 +465,7 @@ def test_what_no_topic_has_any_more_cannot_fill_a_table_again() -> None:
         require_replayable(known, [topic((0, 12), incarnation="j")])
 
 
-def test_where_snapshots_have_expired_the_property_still_tells() -> None:
+def test_where_snapshots_have_expired_the_property_is_enough() -> None:
     kept = table(at(5), at(9))
     del kept.snapshots[0]
     assert found({"a": kept}).position == at(9)

@@ -25,7 +25,7 @@ def batch(ranges: dict[TopicPartition, OffsetRange], **counts: int) -> BatchResu
     return BatchResult("c", nothing, plan, (), ScanResult({}, told), recorded, nothing, ("note",))
 
 
-def test_batches_are_told_together() -> None:
+def test_batches_are_reported_together() -> None:
     first = batch({ONE: OffsetRange(0, 5)}, records=5, rows__0=4, dead=1, dead__syntax=1)
     second = batch({ONE: OffsetRange(5, 7), OTHER: OffsetRange(2, 3)}, records=3, rows__0=3)
     both = combine_results([first, second])
@@ -36,7 +36,7 @@ def test_batches_are_told_together() -> None:
     assert [(row["partition"], row["first"], row["last"]) for row in rows] == [(0, 0, 6), (1, 2, 2)]
 
 
-def test_a_dead_letter_of_an_earlier_batch_is_told_too() -> None:
+def test_a_dead_letter_of_an_earlier_batch_is_reported_too() -> None:
     ingest = Ingest(name="i", topics=["t"], tables=[IngestTable(key="x/a")], tolerance=0.1)
     bad, good = batch({}, records=2, dead=1, dead__syntax=1), batch({}, records=2)
     told = list(
@@ -50,7 +50,7 @@ def test_a_dead_letter_of_an_earlier_batch_is_told_too() -> None:
     assert told.metadata["dead_letters/syntax"].value == 1
 
 
-def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None:
+def test_the_other_dead_letters_are_judged_again_after_reprocessing() -> None:
     table = IngestTable(key="x/a")
     ingest = Ingest(name="i", topics=["t"], tables=[table], tolerance=0.0)
     counts = {"records": 5, "dead": 2, "dead/conversion": 2, "dead_of/x.a": 2}

@@ -71,7 +71,7 @@ defs = branchlake_definitions(definitions=ingest_definitions(orders))
 """
 
 
-def test_the_command_counts_letters_and_puts_them_back_in_a_run(
+def test_the_command_counts_dead_letters_and_reprocesses_them_in_a_run(
     driving: Driving, kafka: Broker, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = kafka.topic()
@@ -113,7 +113,7 @@ def test_the_command_counts_letters_and_puts_them_back_in_a_run(
     assert verdicts["tolerated"].description == "2 dead letters reprocessed; 1 failed again."
 
 
-def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespace: str) -> None:
+def test_dead_letters_are_reprocessed_once(driving: Driving, kafka: Broker, namespace: str) -> None:
     topic = kafka.topic()
     columns = {"id": "bigint", "n": "int"}
     tables = [
@@ -191,7 +191,7 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
         DeadLetterSelection(table=f"{namespace}.m").to_sql(drive.known)
 
 
-def test_a_letter_that_only_a_wider_table_takes_widens_it(
+def test_a_dead_letter_that_only_a_wider_table_takes_widens_it(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """Marked and in no table, it was lost: rows that want a wider type are written when there is one."""
@@ -217,7 +217,7 @@ def test_a_letter_that_only_a_wider_table_takes_widens_it(
     assert _letters(drive) == [(2, f"{namespace}.t", "conversion")]
 
 
-def test_a_letter_that_finds_no_table_stays_its_tables(
+def test_a_dead_letter_that_finds_no_table_stays_its_tables(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """The record is in the other table already: as anybody's letter it was put there a second time."""
@@ -243,7 +243,7 @@ def test_a_letter_that_finds_no_table_stays_its_tables(
     assert (_letters(drive), len(drive.rows(0)), len(drive.rows(1))) == ([], 1, 1)
 
 
-def test_a_letter_without_a_value_stays_one_beside_merged_tables(
+def test_a_dead_letter_without_a_value_stays_one_beside_merged_tables(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """Of records without a value merged tables take nothing. A letter that is put back is kept."""
@@ -261,7 +261,7 @@ def test_a_letter_without_a_value_stays_one_beside_merged_tables(
     assert _letters(drive) == [(0, None, "empty")]
 
 
-def test_letters_that_would_give_nothing_are_not_put_back(
+def test_dead_letters_that_would_give_nothing_are_not_reprocessed(
     driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever mistake of ours leaves one out: what topics have may be left out by choice, letters never."""
@@ -276,7 +276,7 @@ def test_letters_that_would_give_nothing_are_not_put_back(
     assert len(_letters(drive)) == 2
 
 
-def test_letters_that_arrive_meanwhile_do_not_refuse_it(
+def test_dead_letters_that_arrive_meanwhile_do_not_refuse_it(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     topic = kafka.topic()
@@ -292,7 +292,7 @@ def test_letters_that_arrive_meanwhile_do_not_refuse_it(
     assert [one[0] for one in _letters(drive)] == [0, 1, 2]
 
 
-def test_what_an_earlier_attempt_sends_late_is_not_put_back_twice(
+def test_late_commits_of_an_earlier_attempt_are_not_reprocessed_twice(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     topic = kafka.topic()
@@ -319,7 +319,7 @@ def test_what_an_earlier_attempt_sends_late_is_not_put_back_twice(
     assert drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow().num_rows == 1
 
 
-def test_a_table_that_is_filled_again_leaves_waiting_letters_alone(
+def test_a_table_that_is_filled_again_leaves_waiting_dead_letters_alone(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """It takes by now what it could not then; the letter, put back, added the row a second time."""

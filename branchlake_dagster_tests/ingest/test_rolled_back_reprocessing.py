@@ -87,7 +87,7 @@ def _waiting(drive: Driver) -> list[int]:
     return [row["offset"] for row in drive.dead() if row["reprocessed_in"] is None]
 
 
-def test_rows_that_were_put_back_are_missed_and_put_back_again(
+def test_rolled_back_rows_of_reprocessed_dead_letters_are_reprocessed_again(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """The table's offsets do not tell: the letters' own are before them, and no replay reads these again."""
@@ -136,7 +136,7 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
     assert not _waiting(drive)
 
 
-def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
+def test_dead_letters_whose_marks_were_rolled_back_are_not_reprocessed_twice(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     topic = kafka.topic()
@@ -168,7 +168,7 @@ def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2, 5]
 
 
-def test_letters_are_put_back_while_the_rows_of_a_roll_back_are_left_out(
+def test_dead_letters_are_reprocessed_while_the_rows_of_a_roll_back_are_left_out(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """A table that nothing is for any more says for ever that it was rolled back."""
@@ -187,7 +187,7 @@ def test_letters_are_put_back_while_the_rows_of_a_roll_back_are_left_out(
     assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == [[0], [0, 1]]
 
 
-def test_a_replay_reads_nothing_again_that_was_put_back(
+def test_a_replay_reads_nothing_again_that_was_reprocessed(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """What it begins with is what the table's snapshots tell, and the letter's batch had no row for it."""
@@ -245,7 +245,7 @@ def _lost(table: Table, **more: Any) -> bool:
     return False
 
 
-def test_a_roll_back_is_told_from_snapshots_that_expired() -> None:
+def test_a_rollback_is_distinguished_from_expired_snapshots() -> None:
     assert not _lost(_table(1, 2, 3, r=2))
     assert _lost(_table(1, beside=(2,), r=2))
     assert not _lost(_table(1, beside=(2,), r=2), on_rollback="skip")

@@ -185,7 +185,7 @@ def test_more_dead_letters_than_are_tolerated_block_the_run(project: Opened, kaf
     assert not p.lake.catalog("main").table_exists((p.ingest.name, "a"))
 
 
-def test_a_run_tells_of_the_tables_that_its_records_name(project: Opened, kafka: Broker) -> None:
+def test_a_run_reports_the_tables_that_its_records_name(project: Opened, kafka: Broker) -> None:
     """They have no definition in the code location, and are assets all the same."""
     topic, name = kafka.topic(), f"i{uuid.uuid4().hex[:8]}"
     family = IngestTable(key=[name, "{route}"], columns=COLUMNS)
@@ -212,7 +212,7 @@ def test_a_run_tells_of_the_tables_that_its_records_name(project: Opened, kafka:
     assert p.ids("c") == [4, 6, 7, 8]
 
 
-def test_a_table_that_a_failed_attempt_made_is_taken_back(
+def test_a_table_that_a_failed_attempt_created_is_removed(
     project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic, name = kafka.topic(), f"i{uuid.uuid4().hex[:8]}"
@@ -264,7 +264,7 @@ def test_a_second_attempt_does_not_get_a_bad_batch_through(
     assert "50.00%" in outcome.reasons[0]
 
 
-def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
+def test_a_second_attempt_to_reprocess_dead_letters_is_judged_by_them_too(
     project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first one had marked was taken for done: no letter, no verdict."""
@@ -382,7 +382,7 @@ def test_the_group_has_committed_what_a_published_run_has_read(project: Opened, 
     assert (before < 0, committed()) == (True, 2)
 
 
-def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, kafka: Broker) -> None:
+def test_the_live_sensor_keeps_one_run_going_and_reports_the_lag(project: Opened, kafka: Broker) -> None:
     topic = kafka.topic()
     p = project(two_tables(topic))
     clock, cursor = [1_000.0], None

@@ -38,7 +38,7 @@ def test_a_partition_starts_at_the_offset_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("otherwise", "expected"), [("earliest", {0: 12, 1: 0, 2: 7}), ("latest", {0: 12, 1: 0, 2: 9})]
 )
-def test_partitions_without_an_offset_start_where_it_is_said(
+def test_partitions_without_an_offset_start_at_the_given_position(
     otherwise: Otherwise, expected: dict[int, int]
 ) -> None:
     assert by_partition(starting_offsets(TOPIC, {0: 12}, otherwise, origin="…")) == expected

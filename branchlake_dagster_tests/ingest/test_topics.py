@@ -118,7 +118,7 @@ def test_nor_that_of_a_landed_record(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert LandingTopics(tmp_path).earliest_time({ONE: offset}) is None
 
 
-def test_a_group_is_told_of_a_topic_that_was_made_again(
+def test_a_group_gets_a_report_of_a_topic_that_was_created_again(
     driving: Driving, kafka: Broker, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of both at once librdkafka takes nothing, so the lag stood still for ever."""
@@ -140,7 +140,7 @@ def test_a_group_is_told_of_a_topic_that_was_made_again(
     assert [(one.topic, one.partition, one.offset) for one in told] == [(topic, 0, 1)]
 
 
-def test_what_is_set_back_is_told_from_what_was_before(
+def test_a_rollback_is_distinguished_from_an_older_state(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:
     """Its letters have the new number, and a table that another ingestion fills is still seen as such."""

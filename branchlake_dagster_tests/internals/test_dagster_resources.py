@@ -80,7 +80,7 @@ def test_a_variable_has_the_value_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     assert [one[:2] for one in seen] == [("of south", "south"), ("of STORE", "STORE")]
 
 
-def test_what_is_told_at_launch_holds() -> None:
+def test_the_report_at_launch_holds() -> None:
     store = Store.configure_at_launch()
     run(store, Desk(store=store), {"resources": {"store": {"config": {"name": "west", "shelf": 7}}}})
     assert [one[:3] for one in seen] == [("nobody", "west", 7)]

@@ -157,7 +157,7 @@ def test_the_tags_of_retries_are_what_runs_carry() -> None:
     assert dagster_internals.ASSET_RESUME_RETRY_TAG == "dagster/is_asset_resume_retry"
 
 
-def test_pandera_tells_its_own_checks_from_others() -> None:
+def test_pandera_distinguishes_its_own_checks_from_others() -> None:
     from pandera.api.checks import Check
 
     assert pandera_internals.get_builtin_check(Check.ge(3)) == ("greater_than_or_equal_to", {"min_value": 3})

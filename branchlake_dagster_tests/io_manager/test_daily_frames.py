@@ -327,7 +327,9 @@ def test_time_stamps_with_and_without_zone_are_not_mixed(lakehouse: Lakehouse, n
     refused(lakehouse, f"{namespace}b", [naive, zoned], SchemaMismatch, "stores UTC without a time zone")
 
 
-def test_local_clocks_in_utc_partitions_are_told_the_rule(lakehouse: Lakehouse, namespace: str) -> None:
+def test_local_clocks_in_utc_partitions_get_the_rule_in_the_error(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
     day = dg.DailyPartitionsDefinition(
         start_date="2026-08-08", end_date="2026-08-10", timezone="Europe/Berlin"
     )
@@ -409,7 +411,7 @@ BETA = pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")  # of Da
 
 @BETA
 @pytest.mark.parametrize("mode", ["replace_partitions", "append"])
-def test_a_backfill_of_one_run_tells_each_partitions_rows(
+def test_a_backfill_of_one_run_reports_each_partitions_rows(
     lakehouse: Lakehouse, namespace: str, mode: Any
 ) -> None:
     days = dg.DailyPartitionsDefinition(start_date="2026-08-01", end_date="2026-08-04")
@@ -440,7 +442,7 @@ def test_a_backfill_of_one_run_tells_each_partitions_rows(
 
 
 @BETA
-def test_rows_that_lie_with_those_of_other_partitions_are_not_told(
+def test_rows_that_lie_with_those_of_other_partitions_are_not_reported(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
     quarters = dg.TimeWindowPartitionsDefinition(

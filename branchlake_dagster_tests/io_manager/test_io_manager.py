@@ -92,7 +92,7 @@ def test_frames_go_in_and_come_out_by_annotation(lakehouse: Lakehouse, namespace
         ]
 
 
-def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace: str) -> None:
+def test_metadata_and_snapshot_name_their_origin(lakehouse: Lakehouse, namespace: str) -> None:
     @dg.asset(
         key=[namespace, "t"],
         partitions_def=HOURLY,
@@ -131,7 +131,7 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
         assert table.properties["gc.enabled"] == "false"
 
 
-def test_a_loaded_input_tells_which_table_was_read_where(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_loaded_input_reports_its_table_and_branch(lakehouse: Lakehouse, namespace: str) -> None:
     """The read set of a run is in the event log, without an observation that automation would react to."""
 
     @dg.asset(key=[namespace, "t"], partitions_def=HOURLY, metadata=table_metadata(partition_by="ts"))
@@ -248,7 +248,7 @@ def test_dynamic_partitions_and_the_whole_of_them(lakehouse: Lakehouse, namespac
         assert seen == ["x", "y"]
 
 
-def test_append_keeps_what_was_there(lakehouse: Lakehouse, namespace: str) -> None:
+def test_append_keeps_existing_rows(lakehouse: Lakehouse, namespace: str) -> None:
     @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
     def t() -> pa.Table:
         return pa.table({"n": [1]})

@@ -486,7 +486,7 @@ def test_an_upsert_accepts_a_frame_that_leaves_rows_of_other_partitions_out(
 # -- sessions and branches -----------------------------------------------------------------------------
 
 
-def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, namespace: str) -> None:
+def test_sql_inside_an_asset_runs_on_the_runs_branch(lakehouse: Lakehouse, namespace: str) -> None:
     name = f"nessie.{namespace}.t"
 
     # No `-> None`: Dagster shows such an output to no IO manager, and the metadata would be missing.
@@ -722,7 +722,7 @@ def test_a_spark_frame_between_ops_is_refused(lakehouse: Lakehouse, namespace: s
         p.failed_with(UnsupportedType, "rows.result is a Spark frame", "Return a pandas, Polars or Arrow")
 
 
-def test_spark_keeps_long_partition_keys_and_tells_their_rows(lakehouse: Lakehouse, namespace: str) -> None:
+def test_spark_keeps_long_partition_keys_and_counts_their_rows(lakehouse: Lakehouse, namespace: str) -> None:
     key = "k" * 300
     queries = [f"SELECT '{key}' AS kind, id FROM range({n})" for n in (2, 3)]
     asset = frames(

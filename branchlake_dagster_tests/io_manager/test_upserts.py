@@ -96,7 +96,7 @@ def test_frames_of_every_kind_are_upserted_without_spark(lakehouse: Lakehouse, n
 
 
 @pytest.mark.usefixtures("no_spark")
-def test_the_snapshot_says_what_a_merge_says(lakehouse: Lakehouse, namespace: str) -> None:
+def test_the_snapshot_has_the_counts_of_a_merge(lakehouse: Lakehouse, namespace: str) -> None:
     left: list[Any] = [pa.table({"kind": ["a"], "id": [number], "n": [number]}) for number in (1, 2, 1)]
     with project(lakehouse, of(left, namespace, metadata=UPSERT, code_version="v3")) as p:
         settled(p)

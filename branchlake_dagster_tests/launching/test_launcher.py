@@ -85,7 +85,7 @@ def test_a_step_process_of_the_multiprocess_executor_starts_from_a_fork(warm: St
     assert run.tags["imported_by"] == run.tags["pid"] != str(worker.pid)
 
 
-def test_a_run_that_is_ended_by_hand_is_canceled(warm: Stack, release: Path) -> None:
+def test_a_run_that_a_person_ends_is_canceled(warm: Stack, release: Path) -> None:
     run_id, worker = warm.waiting(release)
     assert warm.launcher.terminate(run_id)
     assert warm.finished(run_id).status is DagsterRunStatus.CANCELED

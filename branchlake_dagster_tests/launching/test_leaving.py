@@ -116,7 +116,7 @@ def test_a_file_whose_lock_nobody_gives_back_does_not_hold_it_up() -> None:
     assert (ended.returncode, ended.stdout) == (5, "printed\n")
 
 
-def test_what_fails_at_the_end_is_told_and_keeps_nothing_else_back(tmp_path: Path) -> None:
+def test_a_failure_at_the_end_is_reported_and_delays_nothing_else(tmp_path: Path) -> None:
     ended = _left(
         """
         import atexit, sys

@@ -41,7 +41,7 @@ def test_a_message_and_the_files_with_it_arrive() -> None:
             os.close(descriptor)
 
 
-def test_a_closed_end_is_told() -> None:
+def test_a_closed_end_is_reported() -> None:
     here, there = socket.socketpair()
     with there:
         here.close()
@@ -132,7 +132,9 @@ NOT_FORKABLE = {
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("code", NOT_FORKABLE)
-def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: LoadSpec, tmp_path: Path) -> None:
+def test_code_that_cannot_be_forked_is_refused_with_a_reason(
+    code: str, loads: LoadSpec, tmp_path: Path
+) -> None:
     (tmp_path / "code.py").write_text(DEFS + code)
     templates = Templates()
     reason, names = NOT_FORKABLE[code]
@@ -187,7 +189,7 @@ def test_a_process_that_does_not_get_ready_is_ended(
     assert not psutil.pid_exists(began[0])
 
 
-def test_dagsters_launcher_is_what_ours_stands_on() -> None:
+def test_the_launcher_extends_dagsters() -> None:
     assert {"launch_run", "terminate", "join", "_run_ids"} <= {
         *vars(DefaultRunLauncher),
         *vars(DefaultRunLauncher()),

@@ -91,7 +91,7 @@ def load(proxy: LossyProxy, *draws: Draw) -> None:
     proxy.dice.next += draws
 
 
-def test_what_is_not_spoilt_passes_with_its_token(
+def test_an_undamaged_reply_passes_with_its_token(
     proxy: LossyProxy, upstream: Upstream, transport: HttpTransport
 ) -> None:
     load(proxy, Draw(None), Draw(Fault.SLOW, 0.1))

@@ -77,7 +77,7 @@ def test_the_newest_of_a_replaced_partition_counts() -> None:
     assert problems(runs, ledger, parts=ONE) == ["parts lacks 1 of b", "parts has 1 of a"]
 
 
-def test_tags_that_do_not_say_what_main_says() -> None:
+def test_tags_that_contradict_main() -> None:
     (lie,) = problems([run("a", "append", "2")], [published("a", "1")], shared=ONE, beside=ONE)
     assert "says it was published as 2; main says 1" in lie
     (untold, _) = problems([run("a", "append", None)], [published("a", "1")], shared=ONE, beside=ONE)
@@ -86,7 +86,7 @@ def test_tags_that_do_not_say_what_main_says() -> None:
     assert twice == ["run a was published 2 times"]
 
 
-def test_a_passed_run_that_stands_in_nobodys_way_is_published() -> None:
+def test_a_passed_run_without_conflicts_is_published() -> None:
     (told,) = problems([run("a", "append", None)], [])
     assert "passed and was not published" in told
     assert problems([run("a", "replace", None, **PARTS)], []) == []

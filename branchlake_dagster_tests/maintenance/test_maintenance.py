@@ -129,7 +129,7 @@ def test_a_paused_run_begins_no_further_part(lakehouse: Lakehouse, table: str) -
     assert len(load(lakehouse, table).metadata.snapshots) == 4
 
 
-def test_an_undo_beyond_the_history_horizon_is_refused() -> None:
+def test_an_undo_of_a_publication_older_than_the_horizon_is_refused() -> None:
     options = MaintenanceOptions(expiry=ExpiryPolicy(undo_age=timedelta(days=31)))
     with raising(ConfigurationError, reason="horizon_too_short", subject="undo_age"):
         maintenance_definitions(options=options, settings=Settings())

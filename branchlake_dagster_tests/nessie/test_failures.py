@@ -114,9 +114,7 @@ MAIN = {"reference": {"type": "BRANCH", "name": "main", "hash": "11223344"}}
     ("status", "spoilt"),
     [(200, json.dumps(MAIN).encode()[:-20]), (200, b""), (200, b"<html>busy</html>"), (400, b"")],
 )
-def test_a_read_with_a_spoilt_answer_is_made_again(
-    fake_server: FakeServer, status: int, spoilt: bytes
-) -> None:
+def test_a_read_with_a_damaged_reply_is_repeated(fake_server: FakeServer, status: int, spoilt: bytes) -> None:
     fake_server.script = [(status, spoilt), (status, spoilt), (200, MAIN)]
     with open_client(fake_server, retry=RetryPolicy()) as client:
         assert client.reference("main").hash == "11223344"
@@ -223,7 +221,7 @@ def test_a_creation_whose_answer_was_lost_is_found(fake_server: FakeServer) -> N
     assert made == Reference(ReferenceType.BRANCH, "bb", H)
 
 
-def test_a_creation_by_somebody_else_is_not_ours(fake_server: FakeServer) -> None:
+def test_a_table_that_another_writer_created_is_not_the_runs_own(fake_server: FakeServer) -> None:
     fake_server.script = [None, (409, refusal("REFERENCE_ALREADY_EXISTS")), (200, branch(OTHER))]
     with open_client(fake_server, retry=THRICE) as client, pytest.raises(NessieAlreadyExists):
         client.create_branch("bb", from_ref="main", from_hash=H)

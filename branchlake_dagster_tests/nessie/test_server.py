@@ -142,7 +142,7 @@ def test_contents(client: NessieClient, base: str) -> None:
         client.content("no-such-branch", T)
 
 
-def test_names_with_dots_slashes_and_other_letters(client: NessieClient, base: str) -> None:
+def test_names_with_dots_slashes_and_foreign_alphabets(client: NessieClient, base: str) -> None:
     keys = [ContentKey(["n", name]) for name in ("a.b", "a/b", "Ä 😀", "a'\"b", "%2F", "a`b")]
     commit(client, base, *(Put(key, table(None, key.name)) for key in keys))
     found = client.contents(base, keys)

@@ -473,7 +473,7 @@ def test_a_merge_needs_its_reference_but_takes_any(scene: Scene) -> None:
     assert outcome(scene.merge(scene.main, tip=tip)) == APPLIED
 
 
-def test_the_same_change_by_hand_conflicts(scene: Scene) -> None:
+def test_the_same_change_outside_branchlake_conflicts(scene: Scene) -> None:
     run = scene.branch()
     scene.change(run, "same")
     scene.change(scene.main, "same")
@@ -692,7 +692,7 @@ def test_log_since(scene: Scene, page_size: int) -> None:
     assert len(list(scene.client.log(scene.main, since=scene.empty, page_size=page_size))) == 5
 
 
-def test_filters_fail_on_properties_that_are_not_there(scene: Scene) -> None:
+def test_filters_fail_on_unknown_properties(scene: Scene) -> None:
     scene.commit(scene.main, Put(U, table()), id="p1")
 
     def count(expression: str) -> int:

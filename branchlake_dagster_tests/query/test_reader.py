@@ -144,7 +144,7 @@ def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -
         ({"at": "0" * 64}, "no_commit", "0" * 64),
     ],
 )
-def test_a_state_that_is_not_there(
+def test_a_state_that_does_not_exist(
     reader: LakeReader, state: dict[str, str], reason: str, subject: str
 ) -> None:
     with raising(NoSuchState, reason=reason, subject=subject):

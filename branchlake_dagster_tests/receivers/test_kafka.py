@@ -180,7 +180,7 @@ def test_a_record_without_a_report_is_reported_as_trouble_and_is_not_sent_again(
     assert producer.sent == [b"a", b"c", b"b", b"x", b"x", b"d"]
 
 
-def test_a_report_that_comes_late_counts_whatever_it_says() -> None:
+def test_a_late_report_counts_whatever_its_state() -> None:
     outcomes: dict[bytes, Any] = {b"a": None, b"b": None, b"c": None}
     passed = iter(range(1_000_000))
     sink, (producer,) = reporting(lambda value: outcomes[value], clock=lambda: float(next(passed)))
@@ -229,7 +229,7 @@ def test_a_producer_has_one_request_in_flight_and_waits_for_its_report_without_a
     assert given[0]["max.in.flight.requests.per.connection"] == 1
 
 
-def test_a_cursor_moves_only_after_everything_before_it_is_there() -> None:
+def test_a_cursor_moves_only_after_everything_before_it_is_stored() -> None:
     error = ck.KafkaError(ck.KafkaError.MSG_SIZE_TOO_LARGE)
     sink, (producer,) = reporting(lambda value: error if value == b"b" else True)
     page = [record(b"a", cursor=b"0"), record(b"b", cursor=b"0"), record(b"c", cursor=b"9")]
@@ -283,7 +283,7 @@ def test_options_that_would_lose_records_are_refused() -> None:
         KafkaSink("t", None, ORIGIN, {"bootstrap.servers": "x:1"}).open(resume=True)
 
 
-def test_a_broker_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_is_down_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from branchlake_dagster.receivers import kafka_sink as kafka
 
     monkeypatch.setattr(kafka, "_ANSWER_TIMEOUT_S", 0.2)

@@ -175,7 +175,7 @@ def test_a_folder_of_an_older_release_gets_its_mark(tmp_path: Path) -> None:
         landing_sink(tmp_path).open(resume=False)
 
 
-def test_a_gap_is_told(tmp_path: Path) -> None:
+def test_a_gap_is_reported(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")], [record(b"b")], [record(b"c")])
     (tmp_path / "t" / "0" / file_name(1, 1)).unlink()
     with raising(LandingDamaged, reason="offsets_missing", subject="t[0]"):
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     assert landed(tmp_path)["value"].to_pylist() == [b"a"]
 
 
-def test_the_log_tells_of_each_file(tmp_path: Path) -> None:
+def test_the_log_names_each_file(tmp_path: Path) -> None:
     sink = landing_sink(tmp_path)
     sink.open(resume=False)
     sink.write([record(b"a"), record(b"b")], 7)

@@ -292,7 +292,7 @@ def test_retry_after_is_kept_to_and_bounded() -> None:
     asyncio.run(play())
 
 
-def test_pauses_between_attempts_are_bounded_and_the_trouble_is_told() -> None:
+def test_pauses_between_attempts_are_bounded_and_the_cause_is_reported() -> None:
     async def play() -> None:
         archive = Archive()
         archive.faults = [web.Response(status=500) for _ in range(40)]
@@ -377,7 +377,7 @@ def test_an_item_that_was_corrected_is_handed_over_again() -> None:
     asyncio.run(play())
 
 
-def test_more_items_of_one_time_than_a_page_holds_are_told() -> None:
+def test_more_items_of_one_time_than_a_page_holds_are_reported() -> None:
     async def play() -> None:
         archive, sink = Archive(*(item(n, 5) for n in range(10)), inclusive=True), MemorySink()
         async with serving(archive.answer) as url:
@@ -411,7 +411,7 @@ def test_a_full_buffer_stops_the_asking() -> None:
     asyncio.run(play())
 
 
-def test_what_is_no_url_or_no_cursor_is_told() -> None:
+def test_an_invalid_url_or_cursor_is_reported() -> None:
     with raising(ConfigurationError, reason="url", subject="nowhere"):
         asking("nowhere", MemorySink())
 

@@ -14,7 +14,7 @@ from branchlake_dagster.receivers.metrics import MonitorReport, TopicCounts
 ADDRESS = "http://radar-1:9464"
 
 
-def test_a_receiver_tells_its_state_and_what_it_has_counted_of_all_its_topics() -> None:
+def test_a_receiver_reports_its_state_and_the_counts_of_all_its_topics() -> None:
     counts = {
         "sda.radar": TopicCounts(100, 90, 5, 10, Counter(kernel=3)),
         "sda.isl": TopicCounts(10, 10, 0, 30, Counter(kernel=1, too_large=2)),
@@ -37,12 +37,12 @@ def test_a_receiver_tells_its_state_and_what_it_has_counted_of_all_its_topics() 
     }
 
 
-def test_one_of_other_topics_is_told_by_others() -> None:
+def test_another_topic_is_reported_by_others() -> None:
     monitor = MonitorReport(ADDRESS, {"sda.isl": TopicCounts()}, "ready")
     assert receiver_observations([monitor], ["sda.radar"]) == []
 
 
-def test_one_that_does_not_answer_is_told() -> None:
+def test_a_receiver_that_does_not_answer_is_reported() -> None:
     (told,) = receiver_observations([MonitorReport(ADDRESS)], ["sda.radar"])
     assert {name: one.value for name, one in told.metadata.items()} == {"branchlake/state": "silent"}
 

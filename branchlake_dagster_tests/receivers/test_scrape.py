@@ -19,7 +19,7 @@ from branchlake_dagster.receivers.sockets import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, an_intake, record
 
 
-def test_counts_are_what_the_monitor_tells_summed_over_receivers() -> None:
+def test_counts_are_the_monitors_summed_over_receivers() -> None:
     async def play() -> list[MonitorReport]:
         intakes = [
             an_intake(lambda b, c: UdpSource(UdpConfig("127.0.0.1", 0), b, c), MemorySink(), most=10)
@@ -58,7 +58,7 @@ def test_what_is_no_sample_of_ours_is_passed_over() -> None:
     }
 
 
-def test_counts_are_told_also_when_nothing_is_known_of_the_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_reported_even_if_the_health_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'branchlake_receiver_records_received_total{topic="t"} 3.0'
 
     def get(url: str, **_: object) -> requests.Response:

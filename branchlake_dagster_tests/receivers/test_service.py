@@ -223,7 +223,7 @@ def test_health_and_metrics() -> None:
     asyncio.run(play())
 
 
-def test_a_monitoring_address_that_is_taken_is_told() -> None:
+def test_a_monitoring_address_that_is_taken_is_reported() -> None:
     async def play() -> None:
         receivers = Receivers([])
         async with serve_metrics(receivers, "127.0.0.1", 0) as url:

@@ -241,7 +241,7 @@ def test_what_was_written_before_the_end_is_handed_over() -> None:
     asyncio.run(play())
 
 
-def test_what_comes_while_the_end_stands_still_is_handed_over() -> None:
+def test_records_that_arrive_while_the_broker_is_stopped_are_handed_over() -> None:
     async def play() -> None:
         sink = MemorySink()
         intake = listening(sink)
@@ -266,7 +266,7 @@ def test_what_comes_while_the_end_stands_still_is_handed_over() -> None:
 
 
 @pytest.mark.long
-def test_an_address_that_is_taken_is_told() -> None:
+def test_an_address_that_is_taken_is_reported() -> None:
     async def play() -> None:
         first = listening(MemorySink())
         async with running(first):

@@ -179,7 +179,7 @@ def test_the_kernels_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_address_that_is_taken_is_told() -> None:
+def test_an_address_that_is_taken_is_reported() -> None:
     async def play() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
             taken.bind((HERE, 0))

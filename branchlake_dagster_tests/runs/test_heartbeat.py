@@ -370,7 +370,9 @@ def test_a_write_that_hangs_does_not_stop_the_timer(slow: Slow) -> None:
     assert slow.all() == ()
 
 
-def test_a_failing_beat_is_told_once_and_tried_again(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_heartbeat_is_reported_once_and_repeated(
+    slow: Slow, caplog: pytest.LogCaptureFixture
+) -> None:
     slow.failing = True
     slow.release.set()
     heart = HeartbeatThread(slow, replace(BEAT, interval_s=0.02))

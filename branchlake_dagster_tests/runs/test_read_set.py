@@ -44,7 +44,7 @@ def test_only_steps_that_are_surely_not_serializable_are_not_watched(strict: boo
     assert log == [({EventMetadata.READ_TABLES: ["lake.t"]}, "s")] * told
 
 
-def test_a_table_is_told_once() -> None:
+def test_a_table_is_reported_once() -> None:
     log = Log()
     reads = read_set(log, RunningStep("s", True))
     for _ in range(2):

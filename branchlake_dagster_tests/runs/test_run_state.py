@@ -67,5 +67,5 @@ def test_the_status_tag_holds_recorded_states_only(state: RunState) -> None:
 
 
 @pytest.mark.parametrize("word", sorted({*map(str, (*RunState, *Decision)), *UNJUDGED}), ids=str)
-def test_the_page_explains_each_word(word: str) -> None:
+def test_the_page_explains_each_state(word: str) -> None:
     assert f"`{word}`" in (ROOT / "docs" / "operations.md").read_text()

@@ -46,7 +46,7 @@ def test_the_interval_of_the_writer_counts() -> None:
     assert looks((0, "1"), (90, "1"), (180, "1"), (270, "1"), (360, "1"), beat=slow) == [False] * 4 + [True]
 
 
-def test_writers_are_told_apart() -> None:
+def test_writers_are_distinguished() -> None:
     _, told = continue_watch(None, [BEAT], clock="c", now=0)
     _, told = continue_watch(told, [BEAT, OTHER], clock="c", now=30)
     dead, told = continue_watch(told, [BEAT, OTHER], clock="c", now=60)

@@ -36,7 +36,7 @@ def add(lakehouse: LakehouseResource, namespace: str, n: int) -> None:
     lakehouse.catalog().load_table((namespace, "t")).append(pl.DataFrame({"n": [n]}).to_arrow())
 
 
-def test_an_append_through_the_catalog_is_there_once_after_a_retry_of_the_step(
+def test_an_append_through_the_catalog_exists_once_after_a_retry_of_the_step(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
     first = seed(namespace)
@@ -135,7 +135,7 @@ def test_what_other_steps_wrote_before_and_to_other_tables_stays(
 
 
 @pytest.mark.spark
-def test_sql_is_there_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespace: str) -> None:
+def test_sql_exists_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespace: str) -> None:
     first = seed(namespace)
 
     @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)

@@ -68,7 +68,7 @@ def message(row: dict[str, Any], parties: tuple[Party, Party], notation: Notatio
     return written(row, parties, notation=notation, **given)
 
 
-def test_teme_becomes_gcrf_as_published_and_as_another_library_says():
+def test_teme_becomes_gcrf_as_published_and_as_in_another_library():
     """Vallado et al., AIAA 2006-6753, appendix C; and astropy 8.0.2 (through ITRS, without pole offsets)."""
     position = np.array([[5094.18016210, 6127.64465950, 6380.34453270]])
     velocity = np.array([[-4.746131487, 0.785818041, 5.531931288]])

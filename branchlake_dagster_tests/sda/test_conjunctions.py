@@ -102,7 +102,7 @@ def test_it_begins_at_the_newest_snapshot():
     assert newest_snapshot([]) == newest_snapshot(["sim-1"])
 
 
-def test_an_empty_list_tells_no_time():
+def test_an_empty_list_has_no_time():
     assert earlier_list(None, 14.0) is None
     assert earlier_list(pl.DataFrame(schema={"kind": pl.String}), 14.0) is None
 

@@ -144,7 +144,7 @@ def test_the_contracts_are_the_tables_column_by_column():
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)
-def test_every_column_has_its_meaning_and_the_unit_that_its_name_says(model):
+def test_every_column_has_its_meaning_and_the_unit_of_its_name(model):
     for column in described(model):
         assert (column.description or "").endswith("."), column.name
         ending = next((one for one in UNIT_OF_ENDING if column.name.endswith(one)), None)

@@ -212,7 +212,7 @@ def test_a_gap_is_not_crossed_and_segments_that_touch_are_one(elements, whole, o
     assert encounters == sum(kind is Kind.ENCOUNTER for kind in apart.kinds)
 
 
-def test_a_close_approach_at_the_instant_that_two_segments_share_is_told_once(elements, whole, one):
+def test_a_close_approach_at_the_instant_that_two_segments_share_is_reported_once(elements, whole, one):
     met = next(
         k
         for k, kind in enumerate(whole.kinds)
@@ -535,7 +535,7 @@ def test_a_cut_file_is_used_as_far_as_it_goes(elements):
 
 @settings(max_examples=60, deadline=None)
 @given(place=st.integers(0, 20_000), data=st.binary(max_size=40), xml=st.booleans())
-def test_whatever_is_done_to_a_file_it_is_read_refused_or_told(place, data, xml):
+def test_a_changed_file_is_read_refused_or_reported(place, data, xml):
     frame = simulated_elements(seed=4, objects=5, epoch=NOON).sort("sat_no")
     made = segment(Elements.from_arrow(frame.to_arrow()), 1, end=BEGIN + 30 * MINUTE)
     whole = message(made, notation=Notation.XML if xml else Notation.KVN)

@@ -316,7 +316,7 @@ def test_a_gzip_bomb_ends_at_the_limit():
     ],
     ids=["open", "closed", "objects", "xml-open", "xml-deep", "entities", "external", "undefined"],
 )
-def test_nesting_and_expansion_are_refused_in_words(text):
+def test_nesting_and_expansion_are_refused_with_a_reason(text):
     with raising(UnreadableCatalogueError, source="test") as refused:
         read(text)
     assert refused.value.problem

@@ -112,7 +112,7 @@ def test_it_is_the_share_of_lines_that_pass_through_the_sphere(seed):
     assert share > 0.005
 
 
-def test_bounds_and_what_cannot_be_told():
+def test_bounds_and_unknown_values():
     rows = plane((0, 0, 1e-6, 1e-6), (0, 0, 1e3, 1e3), (50, 0, 1e-3, 1e-3), (0, 0, 0, 1), (0, 0, np.nan, 1))
     found = collision_probability(rows, 1.0)
     assert found[:3] == pytest.approx([1.0, 0.5e-6, 0.0], rel=1e-5, abs=1e-300)

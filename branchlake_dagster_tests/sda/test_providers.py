@@ -260,7 +260,7 @@ def test_a_session_that_ended_is_opened_again_once(server, clock, space_track):
         space_track.pull(clock.around)
 
 
-def test_a_refused_login_is_said_without_the_password(server, clock, space_track, monkeypatch):
+def test_a_refused_login_is_reported_without_the_password(server, clock, space_track, monkeypatch):
     server.answer = gate(b'{"Login":"Failed"}')
     with pytest.raises(ProviderLoginFailed) as caught:
         space_track.pull(clock.around)
@@ -271,7 +271,7 @@ def test_a_refused_login_is_said_without_the_password(server, clock, space_track
         space_track.pull(clock.around)
 
 
-def test_a_failing_query_never_tells_the_password(server, clock, space_track):
+def test_a_failing_query_never_shows_the_password(server, clock, space_track):
     server.answer = lambda _n, _p: None
     with pytest.raises(ProviderUnavailable) as caught:
         space_track.pull(clock.around)

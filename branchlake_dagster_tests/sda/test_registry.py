@@ -107,7 +107,7 @@ def test_the_newest_epoch_wins_then_the_source_then_the_correction():
     assert won == {1: "leolabs-11", 2: "esa-10", 3: "18sds-13"}
 
 
-def test_a_pull_that_is_corrected_takes_back_what_it_said():
+def test_a_corrected_pull_replaces_the_rows_of_the_first():
     registry = Registry()
     registry.take(pull("a-1", (1, 0, 0.1), (2, 0, 0.1)))
     registry.take(pull("a-2", (1, 1, 0.2), (2, 1, 0.2), (3, 1, 0.2)))
@@ -268,7 +268,7 @@ def read(text: str):
     return read_satcat(text.encode(), "test", ReadLimits())
 
 
-def test_satellite_catalogues_of_three_shapes_say_the_same():
+def test_satellite_catalogs_of_three_shapes_give_the_same_rows():
     names = "OBJECT_NAME,OBJECT_ID,NORAD_CAT_ID,OBJECT_TYPE,OWNER,LAUNCH_DATE,DECAY_DATE,PERIOD,RCS"
     text = f"{names}\nVANGUARD 1,1958-002B,5,PAY,US,1958-03-17,,132.59,0.1220\n"
     row = dict(zip(names.split(","), text.splitlines()[1].split(","), strict=True))

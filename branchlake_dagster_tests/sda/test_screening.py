@@ -124,7 +124,7 @@ def test_the_pairs_of_some_are_those_of_all_with_one_of_them(elements):
     assert not len(screen(elements, minutes(9), subjects=np.zeros(len(elements), np.bool_)).first)
 
 
-def test_an_approach_cut_by_an_end_is_told_as_an_edge(elements):
+def test_an_approach_cut_by_an_end_is_reported_as_an_edge(elements):
     encounters = of_kind(screen(elements, minutes(60), threshold_km=30.0), Kind.ENCOUNTER)
     inner = [one for one in encounters if 120 < one[2] < 3480 and 1 < one[2] % 60 < 59]
     edges = Counter()
@@ -220,7 +220,7 @@ def test_the_sieve_loses_no_pair_of_straight_lines():
                 assert all(chosen[a] or chosen[b] for a, b in found)
 
 
-def test_the_minute_is_what_sgp4_says(elements):
+def test_the_minute_is_that_of_sgp4(elements):
     """Between the ends of a minute, too; a time that is 0.1 s off would be seen at any relative speed."""
     instants = START + MINUTE // 4 * np.arange(5, dtype=np.int64)
     states = propagate_satellites(elements.to_satrec_array(), instants)
@@ -320,7 +320,7 @@ def test_a_list_that_is_of_no_use_is_made_anew(elements, case, why):
 
 @pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
-def test_real_neighbours_are_told_as_together_and_a_real_change_as_all():
+def test_real_neighbors_are_reported_as_together_and_a_real_change_as_all():
     first, second = (
         Elements.from_arrow(read_catalogue(path.read_bytes(), path.name).elements.to_arrow())
         for path in (SNAPSHOTS / f"active-{name}.tle.gz" for name in ("20260810T0233Z", "20260810T0803Z"))

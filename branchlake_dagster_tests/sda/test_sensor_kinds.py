@@ -254,7 +254,7 @@ def test_the_slope_of_a_model_is_its_derivative(kind: SensorKind) -> None:
         np.testing.assert_allclose((ahead - back) / 2e-3, slope[:, :, k], rtol=neglected, atol=neglected)
 
 
-def test_a_model_knows_what_one_observation_says() -> None:
+def test_a_model_computes_the_state_of_one_observation() -> None:
     radar, sweep_model, laser_model = (kind.model for kind in (RADAR, SWEEP_RADAR, LASER))
     assert (radar.direction, sweep_model.direction, laser_model.direction) == ((2, 3), (1, 2), None)
     assert [model.has_position for model in (radar, sweep_model, laser_model)] == [True, True, False]

@@ -165,7 +165,7 @@ def test_the_curve_that_made_the_errors_is_found_whatever_the_outliers(seed):
     assert found[:, 0] == pytest.approx(0.02 + 0.1 * at, rel=0.15)
 
 
-def test_a_curve_never_falls_and_a_falling_class_is_told_as_constant():
+def test_a_curve_never_falls_and_a_falling_class_is_reported_as_constant():
     ages = np.array([0.1, 0.5, 1.0, 3.0, 9.0])
     sigma0, rate, _ = fit_curve(ages, np.array([5.0, 4.0, 3.0, 2.0, 1.0]))
     assert rate == 0.0
@@ -236,7 +236,7 @@ def test_an_orbit_that_is_raised_is_a_manoeuvre_and_one_wrong_set_is_not():
     ]
 
 
-def test_two_objects_that_are_taken_for_each_other_are_told_as_such():
+def test_two_objects_that_are_taken_for_each_other_are_reported():
     parts = history(120, 10, 1.0, 0.01)
     for k in range(5, 10):
         values = parts[k].values.copy()

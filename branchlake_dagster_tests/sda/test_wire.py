@@ -66,7 +66,7 @@ def test_what_is_sent_is_had_again(kind: str) -> None:
         assert {uuid.UUID(one).version for one in had["obs_id"]} == {8}
 
 
-def test_the_layouts_have_the_sizes_and_offsets_that_are_told() -> None:
+def test_the_layouts_have_the_documented_sizes_and_offsets() -> None:
     assert RADAR.itemsize == 64
     assert LINK.itemsize == 88
     offsets = {name: RADAR.fields[name][1] for name in RADAR.names or ()}  # type: ignore[index]

@@ -72,7 +72,7 @@ def by_a_way(lakehouse: Lakehouse) -> Iterator[tuple[Any, Way]]:
         way.close()
 
 
-def test_a_server_that_is_gone_is_told_and_not_waited_for(lakehouse: Lakehouse, spark_session: Any) -> None:
+def test_a_server_that_is_gone_is_reported_without_waiting(lakehouse: Lakehouse, spark_session: Any) -> None:
     with by_a_way(lakehouse) as (session, way):
         assert session.range(3).count() == 3
         with pytest.raises(AnalysisException):

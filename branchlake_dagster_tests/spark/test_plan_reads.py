@@ -44,7 +44,7 @@ def test_a_relation_is_found_by_its_name(line: str, name: tuple[str, ...]) -> No
         ("RelationV2[id#1] nessie.`file:/warehouse/x`", "a table by its path"),
     ],
 )
-def test_what_has_no_name_is_said(line: str, what: str) -> None:
+def test_an_object_without_a_name_is_reported(line: str, what: str) -> None:
     assert parse_plan(plan("+- " + line)) == PlanReads(unnamed_reads=frozenset({what}))
 
 

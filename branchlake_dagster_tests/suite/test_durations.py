@@ -59,5 +59,5 @@ def test_a_report_of_pytest_is_read(tmp_path: Path, pytestconfig: pytest.Config)
     assert seconds_of(report) == {f"{file}::test_a[x.y]": 1.5, f"{file}::TestB::test_b": 0.25}
 
 
-def test_each_file_that_is_recorded_was_there() -> None:
+def test_each_recorded_file_existed() -> None:
     assert all(file.endswith(".py") for file in read())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parents[2] / "branchlake_dagster"
+TESTS = Path(__file__).parents[1]
 
 WORDS_OUT = frozenset(
     {"told", "tell", "tells", "letters", "standing", "beyond", "aside", "anchor", "floor", "mine", "theirs"}
@@ -35,6 +36,10 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 PROSE_OUT = re.compile(r"\b(told|tells?|taken back|given back|by hand|put back|foreign hands)\b", re.I)
 """Words and phrases for which `docs/` and docstrings have terms: reported, revoked, reprocessed, …"""
+
+
+OUTSIDE_OUT = re.compile(r"_(by_hand|put_back|taken_back|given_back|foreign_hands)(_|$)")
+"""Phrases that names of tests write with underscores."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -86,5 +91,16 @@ def test_no_docstring_has_a_word_that_is_out() -> None:
         if "sda" not in path.parts
         for line, text in docstrings(ast.parse(path.read_text()))
         for hit in PROSE_OUT.finditer(text)
+    }
+    assert sorted(found) == []
+
+
+def test_no_name_of_a_test_has_a_word_that_is_out() -> None:
+    found = {
+        f"{path.relative_to(TESTS)}:{node.lineno}: {node.name}"
+        for path in TESTS.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if words_out(node.name) - {"mine"} or OUTSIDE_OUT.search(node.name)
     }
     assert sorted(found) == []

@@ -237,7 +237,7 @@ def test_every_use_follows(project: Path) -> None:
         ("Kind.name", "title"),
     ],
 )
-def test_nothing_is_written_when_a_name_is_taken_or_not_there(project: Path, entry: str, new: str) -> None:
+def test_nothing_is_written_when_a_name_is_taken_or_unknown(project: Path, entry: str, new: str) -> None:
     done = rename(project, {entry: new, "LIMIT": "MOST"})
     assert (done.returncode, done.stderr) == (1, "")
     assert "Conflicts" in done.stdout

@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("module", sorted(SPREAD))
-def test_the_modules_that_are_named_are_there(module: str) -> None:
+def test_the_named_modules_exist(module: str) -> None:
     assert (TESTS / module).is_file()
 
 

@@ -26,12 +26,12 @@ def test_a_marked_test_is_left_out_unless_it_is_asked_for(
 
 
 @pytest.mark.parametrize("test", sorted(SLOW))
-def test_each_slow_test_is_there(test: str) -> None:
+def test_each_slow_test_exists(test: str) -> None:
     module, _, function = test.partition("[")[0].partition("::")
     assert f"def {function}(" in (Path(__file__).parents[1] / module).read_text()
 
 
-def test_each_case_that_is_left_out_is_there(pytestconfig: pytest.Config) -> None:
+def test_each_case_that_is_left_out_exists(pytestconfig: pytest.Config) -> None:
     if any("::" in argument for argument in pytestconfig.args):
         pytest.skip("single tests were asked for")
     collected = pytestconfig.stash[COLLECTED]

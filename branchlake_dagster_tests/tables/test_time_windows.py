@@ -117,7 +117,7 @@ def case(kind: str, zone: str, around: date) -> Case:
 @pytest.mark.parametrize("kind", [*OF_DAYS, *OF_HOURS])
 @given(st.data())
 @settings(deadline=None, derandomize=True, max_examples=40, database=None)
-def test_moments_belong_to_the_windows_that_dagster_says(kind: str, column: str, data: st.DataObject) -> None:
+def test_times_belong_to_dagsters_windows(kind: str, column: str, data: st.DataObject) -> None:
     zone, around = data.draw(PLACE)
     of = case(kind, zone, around)
     definition, windows = of.definition, of.windows

@@ -37,7 +37,7 @@ STRUCT = ice.StructType(ice.NestedField(2, "a", ice.LongType(), required=False))
     ],
     ids=str,
 )
-def test_nothing_speaks_for_spark(facts: dict[str, Any]) -> None:
+def test_nothing_requires_spark(facts: dict[str, Any]) -> None:
     assert find_table_reason(replace(PLAIN, **facts)) is None
 
 

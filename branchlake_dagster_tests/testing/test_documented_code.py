@@ -79,5 +79,5 @@ def test_the_queries_of_the_page(lake: ThrowawayLake, tmp_path: Path) -> None:
                 assert found["eur"].to_list() == [-0.1]
 
 
-def test_the_files_of_the_path_are_there() -> None:
+def test_the_files_of_the_path_exist() -> None:
     assert set(files(README)) == set(files(GETTING_STARTED)) == {"my_lake.py"}

@@ -69,7 +69,7 @@ def test_the_next_one_as_well(lake: ThrowawayLake) -> None:
     test_each_lake_is_empty_and_what_the_last_one_had_is_gone(lake)
 
 
-def test_a_second_publish_tells_what_the_first_one_did(lake: ThrowawayLake) -> None:
+def test_a_second_publish_reports_the_result_of_the_first(lake: ThrowawayLake) -> None:
     result = run(lake)
     first = lake.publish(result)
     again = lake.publish(result.run_id)
@@ -157,7 +157,7 @@ def test_the_environment_is_as_before(
     assert dict(os.environ) == before
 
 
-def test_a_table_that_is_not_there(lake: ThrowawayLake) -> None:
+def test_a_table_that_does_not_exist(lake: ThrowawayLake) -> None:
     result = run(lake)
     with raising(TableMissing, "none", table="t.numbers", reason="no_table"):
         lake.table("t.numbers")

@@ -88,7 +88,7 @@ def appended(bench: Workbench, rows: Rows, name: str = "t") -> Run:
 
 
 @memory.ON_BOTH
-def test_an_append_is_taken_back_and_later_ones_stay(bench: Workbench) -> None:
+def test_an_append_is_undone_and_later_ones_stay(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     wrong = appended(bench, [("a", 2), ("b", 3)])
     appended(bench, [("a", 4)])
@@ -268,7 +268,7 @@ def test_a_renamed_table_gets_its_name_back(bench: Workbench) -> None:
     assert bench.rows() == [("a", 1)]
 
 
-def test_new_columns_are_taken_back_unless_somebody_used_them(bench: Workbench) -> None:
+def test_new_columns_are_reverted_unless_somebody_used_them(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
 
     def add_column() -> Run:

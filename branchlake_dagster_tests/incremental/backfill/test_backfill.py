@@ -84,7 +84,7 @@ def test_partitions_of_an_older_code_version_are_stale(
         backfill.build_request(place(p), pipeline.daily.key.to_user_string(), [], everything=False)
 
 
-def test_mistakes_are_told(p: Project, pipeline: Pipeline) -> None:
+def test_mistakes_are_reported(p: Project, pipeline: Pipeline) -> None:
     where = place(p)
     with raising(ConfigurationError, reason="unknown_asset", subject="nobody"):
         backfill.build_request(where, "nobody", ["x"], everything=False)

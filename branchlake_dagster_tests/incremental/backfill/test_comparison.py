@@ -41,7 +41,7 @@ def test_an_updated_row_without_a_key_counts_once() -> None:
     assert changed(before, frame(("a", 1))) == (2, 3)
 
 
-def test_equal_rows_are_counted_as_often_as_they_are_there() -> None:
+def test_equal_rows_are_counted_as_often_as_they_occur() -> None:
     before = frame(("a", 1), ("a", 1), ("b", None))
     assert changed(before, frame(("a", 1), ("b", None))) == (1, 3)
     assert changed(before, before.vstack(before)) == (3, 6)

@@ -75,7 +75,7 @@ def test_the_newest_backfill_of_a_partition_counts() -> None:
     assert requested_partitions([canceled]) == set()
 
 
-def test_a_backfill_without_partitions_is_as_its_status_says() -> None:
+def test_a_backfill_without_partitions_is_reported_by_its_status() -> None:
     whole = BackfillState(KEYS[2], "completed_failed", None, (), (), "")
     assert partition_states([whole]) == {None: "failed"}
     assert partition_states([whole, replace(whole, status="requested")]) == {None: "running"}

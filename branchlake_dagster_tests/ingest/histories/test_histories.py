@@ -23,7 +23,7 @@ HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_INGEST_HISTORIES", "2"))
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 30 * HISTORIES)]
 
 
-def test_each_token_is_there_once_whatever_fails(
+def test_each_token_exists_once_whatever_fails(
     lakehouse: Lakehouse, spark_session: Any, kafka: Broker
 ) -> None:
     seen: Counter[str] = Counter()

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
         pytest.param(OF_THE_LIVE_RUN, id="live run", marks=pytest.mark.soak),
     ],
 )
-def test_each_token_is_there_once_after_kills_of_processes_and_servers(
+def test_each_token_exists_once_after_kills_of_processes_and_servers(
     tmp_path: Path, actions: tuple[str, ...]
 ) -> None:
     """One history of `python -m branchlake_dagster_tests.ingest.histories`, shorter than those."""

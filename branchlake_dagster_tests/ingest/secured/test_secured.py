@@ -91,7 +91,7 @@ def test_records_go_from_a_receiver_into_a_table(
     }
 
 
-def test_no_run_and_no_server_tells_the_password(
+def test_no_run_and_no_server_shows_the_password(
     configure: Configure,
     secured: SecuredBroker,
     lakehouse: Lakehouse,
@@ -133,7 +133,7 @@ def test_no_run_and_no_server_tells_the_password(
     assert [log for log in logs if SECRET in log.read_text(errors="replace")] == []
 
 
-def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
+def test_a_receiver_whose_broker_is_stopped_is_seen_on_the_topic(
     configure: Configure,
     secured: SecuredBroker,
     lakehouse: Lakehouse,
@@ -300,7 +300,7 @@ def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_host_that_is_not_there(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_exist(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
     configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
     refused(KafkaUnavailable, "address", NOWHERE, "BRANCHLAKE_KAFKA_BOOTSTRAP")
@@ -327,7 +327,7 @@ def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path)
         (BrokerUnreachable, {"bootstrap": NOWHERE}, "address", ""),
     ],
 )
-def test_a_receiver_tells_its_own_options(
+def test_a_receiver_reports_its_own_options(
     kind: type[BranchlakeError],
     wrong: dict[str, str],
     reason: str,

@@ -153,7 +153,7 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
         assert p.instance.get_run_by_id(second).tags[RunTag.REASON] == outcome.detail
 
 
-def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
+def test_publishing_again_after_a_lost_tick_reports_the_same_publication_once(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asset = table(namespace, "t")

@@ -66,7 +66,7 @@ def assign_main(lake: Lakehouse, to: str) -> None:
 @pytest.mark.parametrize("how", ["merge", pytest.param("transplant", marks=pytest.mark.nessie)])
 @pytest.mark.parametrize("kind", ["append", "replace", "create"])
 @pytest.mark.parametrize("path", ["alone", "group", "serializable"])
-def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kind: str, path: str) -> None:
+def test_a_merge_outside_branchlake_is_not_replayed(bench: Workbench, how: str, kind: str, path: str) -> None:
     if kind != "create":
         bench.seeded([("a", 0), ("b", 0)])
     x, y = bench.run(reads=["t"] if path == "serializable" else None), bench.run()
@@ -92,7 +92,7 @@ def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kin
 
 
 @pytest.mark.nessie
-def test_a_renamed_table_that_was_transplanted_by_hand(bench: Workbench) -> None:
+def test_a_renamed_table_that_was_transplanted_outside_branchlake(bench: Workbench) -> None:
     """Nessie refuses to merge it, and a transplant loses the new name: the publication brings it."""
     bench.seeded([("a", 0)])
     x = bench.run()
@@ -103,7 +103,7 @@ def test_a_renamed_table_that_was_transplanted_by_hand(bench: Workbench) -> None
     assert bench.rows("u") == [("a", 0), ("a", 1)]
 
 
-def test_a_part_that_was_merged_by_hand_is_told(bench: Workbench) -> None:
+def test_a_part_that_was_merged_outside_branchlake_is_reported(bench: Workbench) -> None:
     bench.seeded([("a", 0)], spec=FLAT)
     x, y = bench.run(), bench.run()
     x.append([("a", 1)])
@@ -133,7 +133,7 @@ def checked(asset: dg.AssetsDefinition, *, passes: bool = True) -> dg.AssetCheck
     return fine
 
 
-def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
+def test_it_is_reported_by_its_kind(lakehouse: Lakehouse, namespace: str) -> None:
     asset = table(namespace)
     with project(lakehouse, asset, checked(asset)) as p:
         run_id = p.run()
@@ -147,7 +147,7 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
         assert p.rows(namespace, "t") == [{"n": 1}]
 
 
-def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
+def test_a_blocked_run_that_was_merged_outside_branchlake_is_reported_as_on_main(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
     asset = table(namespace)
@@ -183,7 +183,7 @@ def test_main_is_rolled_back_below_the_base(bench: Workbench, serializable: bool
 
 
 @pytest.mark.nessie
-def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_run_whose_base_was_rolled_back_is_reported(lakehouse: Lakehouse, namespace: str) -> None:
     asset, other = table(namespace), table(namespace, "other")
     with project(lakehouse, asset, other, checked(asset)) as p:
         before = lakehouse.nessie.reference(MAIN).hash
@@ -199,7 +199,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         assert run_branch_name(run_id) not in p.branches()
 
 
-def test_a_branch_that_was_deleted_by_hand_is_not_published(bench: Workbench) -> None:
+def test_a_branch_that_was_deleted_outside_branchlake_is_not_published(bench: Workbench) -> None:
     bench.seeded([("a", 0)])
     x = bench.run()
     x.append([("a", 1)])

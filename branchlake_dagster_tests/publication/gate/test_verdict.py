@@ -103,7 +103,7 @@ def test_a_planned_check_is_missed_partition_by_partition() -> None:
     assert (told.checks_passed, told.checks_total) == (1, 2)
 
 
-def test_an_evaluation_without_a_partition_speaks_for_all_of_them() -> None:
+def test_an_evaluation_without_a_partition_judges_all_partitions() -> None:
     told = verdict(
         planned_checks=frozenset({(CHECK, "p"), (CHECK, "q")}),
         written_partitions={(A, "p"): written(), (A, "q"): written()},
@@ -111,7 +111,7 @@ def test_an_evaluation_without_a_partition_speaks_for_all_of_them() -> None:
     assert told.decision is Decision.PASSED
 
 
-def test_a_failed_check_of_severity_error_blocks_and_tells_its_description() -> None:
+def test_a_failed_check_of_severity_error_blocks_and_reports_its_description() -> None:
     told = verdict(evaluations={(CHECK, None): result(False, told="2 rows")})
     assert told.codes == ("check_failed",)
     for name in ("good on lake/a", "2 rows"):
@@ -243,7 +243,7 @@ def test_a_table_nobody_materialised_blocks_only_when_strict() -> None:
     assert verdict(strict_tables=False, write_set=changed).decision is Decision.PASSED
 
 
-def test_all_reasons_are_told_once_each() -> None:
+def test_all_reasons_are_reported_once_each() -> None:
     told = verdict(
         planned_checks=frozenset({(CHECK, None), ((A, "other"), None)}),
         evaluations={(CHECK, None): result(False, order=5)},

@@ -103,9 +103,7 @@ def contents(p: Project, *path: str) -> Content | None:
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["with a table", "alone"])
-def test_a_view_that_no_asset_stands_for_is_blocked(
-    lakehouse: Lakehouse, namespace: str, table: bool
-) -> None:
+def test_a_view_without_an_asset_is_blocked(lakehouse: Lakehouse, namespace: str, table: bool) -> None:
     with project(lakehouse, with_view(namespace, table=table)) as p:
         run_id = p.run()
         outcome = p.settle(run_id)

@@ -92,7 +92,7 @@ def test_a_publication_is_found_from_its_base_on() -> None:
     )  # its base is younger
 
 
-def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
+def test_a_merge_outside_branchlake_is_found_by_the_hash_it_took() -> None:
     main, log = Main(), MainLog()
     base = main.head
     head, done = main.merge("run-x")

@@ -201,7 +201,7 @@ def test_of_runs_that_wait_with_different_widenings_the_second_is_refused(bench:
     assert bench.rows() == [("a", 1, 0), ("b", 2**40, 0)]
 
 
-def test_a_snapshot_without_files_is_kept_for_what_it_says(bench: Workbench) -> None:
+def test_a_snapshot_without_files_is_kept_for_its_properties(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     one, two = pair(bench)
     one.append([("a", 2)])

@@ -92,7 +92,7 @@ def test_the_next_pass_of_the_process_reads_none_of_them_again(bench: Workbench,
     assert set(read.values()) == {1}
 
 
-def test_partitions_of_like_names_are_told_apart(bench: Workbench) -> None:
+def test_partitions_of_like_names_are_distinguished(bench: Workbench) -> None:
     bench.seeded([("a b", 1), ("a+b", 1), ("null", 1)])
     table = bench.main()
     snapshot = table.current_snapshot()
@@ -186,7 +186,7 @@ def test_bounds_of_a_key_need_a_count_of_its_nulls(bench: Workbench) -> None:
     assert (unknown.bounds("day"), unknown.bounds("id")) == (None, None)
 
 
-def test_a_file_that_is_not_there_cannot_be_replaced(bench: Workbench) -> None:
+def test_a_file_that_does_not_exist_cannot_be_replaced(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 1)])
     before = bench.main()
     run = bench.run()

@@ -183,7 +183,7 @@ def test_what_another_run_has_published_since_stays_filled(lakehouse: Lakehouse,
         assert states(p, namespace)["mon"] == "filled"
 
 
-def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_refused_run_fails_and_is_distinguished(lakehouse: Lakehouse, namespace: str) -> None:
     values = Values()
     with project(lakehouse, *plain(namespace, values)) as p:
         launch(p, values, [1])
@@ -230,7 +230,7 @@ def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace
         assert states(p, namespace)["mon"] == "filled"
 
 
-def test_a_publisher_that_dies_before_it_has_told_leaves_no_green_run(
+def test_a_publisher_that_dies_before_its_report_leaves_no_green_run(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died(BaseException):

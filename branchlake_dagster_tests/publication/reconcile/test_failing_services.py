@@ -691,7 +691,7 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
 # -- the sensor's tick ---------------------------------------------------------------------------------
 
 
-def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_tick_publishes_and_reports_its_publications(lakehouse: Lakehouse, namespace: str) -> None:
 
     @dg.asset(key=[namespace, "bare"])
     def bare() -> pl.DataFrame:

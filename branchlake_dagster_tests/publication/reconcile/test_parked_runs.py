@@ -100,7 +100,7 @@ def test_an_empty_metadata_file_holds_up_nobody(
     assert len(p.rows(namespace, "t")) == 3
 
 
-def test_it_is_tried_later_and_later_and_then_set_aside(
+def test_attempts_get_rarer_until_the_run_is_parked(
     three: tuple[Project, str, str, str], clock: Clock
 ) -> None:
     p, _, broken, _ = three

@@ -139,7 +139,7 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
 
 
 @pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")
-def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
+def test_the_report_of_many_partitions_continues_where_it_stopped(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "_BATCH_SIZE", 2)
@@ -258,7 +258,7 @@ def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
         assert run_branch_name(run_id) not in p.branches()
 
 
-def test_the_sensor_publishes_beside_a_pass_that_stands_still(lakehouse: Lakehouse, namespace: str) -> None:
+def test_the_sensor_publishes_beside_a_stopped_pass(lakehouse: Lakehouse, namespace: str) -> None:
     with project(lakehouse, free(namespace)) as p:
         run_id = p.run()
         repository = p.definitions.get_repository_def()

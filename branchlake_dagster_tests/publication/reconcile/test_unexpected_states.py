@@ -68,7 +68,7 @@ def plain(namespace: str, name: str) -> dg.AssetsDefinition:
     return made
 
 
-def test_without_time_left_a_failed_run_is_told_before_its_branch_goes(
+def test_without_time_left_a_failed_run_is_reported_before_its_branch_is_deleted(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
     with project(lakehouse, plain(namespace, "a"), plain(namespace, "b"), failing(namespace)) as p:
@@ -93,7 +93,7 @@ def direct(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
         yield Lakehouse(settings)
 
 
-def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching_main(
+def test_a_failing_run_without_a_branch_is_parked_and_abandoned_without_touching_main(
     direct: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with project(direct, free(namespace)) as p:
@@ -147,7 +147,7 @@ def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
         }
 
 
-def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
+def test_an_abandoned_run_that_is_on_main_is_reported_by_the_next_pass(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with project(lakehouse, free(namespace)) as p:
@@ -195,7 +195,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
         assert RunTag.ATTEMPTS in tags(p, bad)
 
 
-def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
+def test_a_failed_run_that_is_parked_and_reaped_is_listed_no_more(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
     with project(lakehouse, plain(namespace, "a"), plain(namespace, "b"), failing(namespace)) as p:
@@ -209,7 +209,7 @@ def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
 
 
 @pytest.mark.parametrize("path", ["alone", "serializable", "group"])
-def test_a_table_that_the_run_dropped_is_not_taken_for_merged_by_hand(
+def test_a_table_that_the_run_dropped_is_not_taken_for_a_merge_outside_branchlake(
     lakehouse: Lakehouse, namespace: str, path: str
 ) -> None:
     bench = Workbench(lakehouse, namespace)
@@ -228,7 +228,7 @@ def test_a_table_that_the_run_dropped_is_not_taken_for_merged_by_hand(
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_state_that_was_merged_by_hand_before_its_checks_is_told_so(
+def test_a_state_that_was_merged_outside_branchlake_before_its_checks_is_reported(
     lakehouse: Lakehouse, namespace: str, checked: bool
 ) -> None:
     asset = appending(namespace)

@@ -260,7 +260,7 @@ def test_a_check_with_partitions_or_a_scope_is_as_it_should_be(
     assert branchlake_definitions(settings, daily_with_check(**options)).get_repository_def()
 
 
-def test_all_mistakes_are_told_at_once(settings: Settings) -> None:
+def test_all_mistakes_are_reported_at_once(settings: Settings) -> None:
     theirs = dg.Definitions(assets=[asset("one"), asset("two"), asset("three", partitions_def=DAYS)])
     with raising(ConfigurationError, 3, reason="definitions", subject="one, three, two") as caught:
         branchlake_definitions(settings, theirs)

@@ -72,7 +72,7 @@ def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess
     assert holder(settings)["pid"] == stopped.pid
 
 
-def test_later_passes_go_on_beside_one_that_stands_still(
+def test_later_passes_continue_beside_a_stopped_one(
     settings: Settings, stopped: subprocess.Popen[str]
 ) -> None:
     with acquire_pass_lock(settings, now=lambda: later(settings)) as mine:

@@ -177,7 +177,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
             assert times(lakehouse, token) == 1
 
 
-def test_a_run_that_died_after_its_publication_is_told_as_published(
+def test_a_run_that_died_after_its_publication_is_reported_as_published(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
     class Died(BaseException):

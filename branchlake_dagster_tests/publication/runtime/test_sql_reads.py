@@ -239,7 +239,7 @@ def test_an_upsert_does_not_read_its_target_but_what_it_is_made_from(
             assert settled(p, run_id) is RunState.PUBLISHED
 
 
-def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_step_that_dies_has_reported_its_reads(lakehouse: Lakehouse, namespace: str) -> None:
     """Its retry may not read it again, and has seen it all the same."""
     attempts = []
 

@@ -111,7 +111,7 @@ def test_a_claim_is_confirmed_or_reassigned(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_claim_without_elements_stands_untested(kind):
+def test_a_claim_without_elements_is_kept_untested(kind):
     known, unknown = overhead(60), overhead(100)
     found = associated(
         catalog_of(known),
@@ -167,7 +167,7 @@ def test_objects_that_fly_together_are_ambiguous_without_a_claim(kind):
     assert found["candidates"].to_list() == [2] * 12
 
 
-def test_neighbors_are_told_apart_by_the_assignment_of_all_tracks():
+def test_neighbors_are_distinguished_by_the_assignment_of_all_tracks():
     """Each track alone fits both objects; only together do they fit one way."""
     first = overhead(60)
     second = changed(first, mean_anomaly=np.degrees(12 / 6_940))

@@ -69,7 +69,7 @@ def test_a_range_without_a_claim_finds_no_object_even_the_only_one() -> None:
     assert set(found["candidates"]) == {0}
 
 
-def test_a_claim_that_cannot_be_tested_stands() -> None:
+def test_a_claim_that_cannot_be_tested_is_kept() -> None:
     found = associated(seen("laser", TRUE, LASER, claim=999), TRUE)
     assert set(found["result"]) == {"claimed"}
 
