@@ -317,8 +317,10 @@ class ReferencePrefix:
     CLAIM = "judged-"
     """A tag by which one publisher claims the judgment of a run."""
     UNDROP = "undrop-"
-    """A tag that keeps the files of a dropped table while it is brought back. Its UUID has version 1. Since
-    0.2.0."""
+    """A tag that keeps the files of a dropped table while it is brought back. Its end and a UUID follow.
+    Since 0.2.0."""
+    READING = "reading-"
+    """A tag that keeps a state readable for a reader. Its end and a UUID follow. Since 0.2.0."""
     COMPACTION = "compact-"
     """A branch on which a compaction rewrites files. Its UUID has version 1 and so holds the time of its
     creation. Since 0.2.0."""

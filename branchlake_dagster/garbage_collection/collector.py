@@ -58,6 +58,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.runs.failure_detector import Heartbeats
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.runs.temporary_tags import remove_ended_tags
 from branchlake_dagster.stored_names import JOURNAL_BRANCH, ReferencePrefix
 
 BATCH_FILES = 2_000
@@ -251,6 +252,7 @@ class FileCollector:
         self.journal.record_event(pass_id, "started", min(clocks), details=self.rules.to_json())
         clocks += self._read_journal_time()
         now = min(clocks)
+        remove_ended_tags(self._client, now)
         with CandidateSpool(keyer := LocationKeyer()) as spool:
             one = self._begin(pass_id, now, keyer)
             self._list_and_mark(one, spool)

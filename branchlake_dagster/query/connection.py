@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse, quote_sql_name, sql_name
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, quote_sql_name, sql_name
+from branchlake_dagster.nessie.errors import NessieNotFound
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster.query.reference import (
     LakeState,
+    NoSuchState,
     QueryFailed,
     TablePath,
     find_expiry,
@@ -24,7 +27,9 @@ from branchlake_dagster.query.reference import (
     load_table_keys,
     resolve_tables,
 )
+from branchlake_dagster.runs.temporary_tags import current_time, keep_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import ReferencePrefix
 
 if TYPE_CHECKING:
     import polars as pl
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
 _RESERVED = ("system", "temp", "information_schema", "pg_catalog")
 _BATCH_ROWS = 65_536
+_MAX_HOLD_HOURS = 168
 _NUMBER = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DOUBLE|FLOAT|DECIMAL\(.*\)|BOOLEAN")
 T = TypeVar("T")
 
@@ -66,8 +72,9 @@ def connect(settings: Settings | None = None) -> LakeReader:
 class LakeReader:
     """Reads a lake at `main`, a branch, a run or a time. Results stay readable after the reader is gone."""
 
-    def __init__(self, lake: Lakehouse) -> None:
+    def __init__(self, lake: Lakehouse, *, now: Callable[[], datetime] = current_time) -> None:
         self._lake = lake
+        self._now = now
 
     def sql(
         self,
@@ -176,6 +183,55 @@ class LakeReader:
         Raises NoSuchState, and ConfigurationError for more than one argument or an invalid one.
         """
         return LakeState.find(self._lake.nessie, branch=branch, run=run, at=at)
+
+    @contextmanager
+    def hold_state(
+        self,
+        *,
+        branch: str | None = None,
+        run: str | None = None,
+        at: str | datetime | None = None,
+        hours: float = 6.0,
+    ) -> Iterator[str]:
+        """Keep a state readable while a long reader works. Yields the name of a tag, for `branch=`.
+
+        For `branch`, `run` and `at` see `find_state`. Until the block ends, and at most for `hours` (up to
+        168), no discard, expiry or collection deletes a file of the state. Spark, Trino and other readers
+        can use the tag as well. It is deleted at the end of the block; if this process is killed, by the
+        next reader or collection after its end. Costs three requests to Nessie.
+
+        A state that nothing else keeps any more may lose its files while the tag is created; then reading
+        raises MomentExpired. Raises NoSuchState, and ConfigurationError for other `hours`.
+        """
+        if not 0 < hours <= _MAX_HOLD_HOURS:
+            raise ConfigurationError(
+                f"A state cannot be held for {hours} hours.",
+                hint=f"Give more than 0 and at most {_MAX_HOLD_HOURS} hours, or create a tag of your own.",
+                reason="hold_hours",
+                subject=str(hours),
+            )
+        state = self.find_state(branch=branch, run=run, at=at)
+        name, _, commit_hash = state.ref.rpartition("@")
+        lifetime = timedelta(hours=hours)
+        with ExitStack() as stack:
+            tag = keep_commit(
+                self._lake.nessie,
+                ReferencePrefix.READING,
+                commit_hash,
+                from_ref=name or MAIN,
+                lifetime=lifetime,
+                now=self._now,
+            )
+            try:
+                tag_name = stack.enter_context(tag)
+            except NessieNotFound as missing:
+                raise NoSuchState(
+                    f"{state.label} does not exist any more, or does not contain commit {commit_hash}.",
+                    hint="`branchlake status` lists branches, discarded runs and publications.",
+                    reason="state_gone",
+                    subject=state.ref,
+                ) from missing
+            yield tag_name
 
 
 class QueryResult:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -13,14 +10,15 @@ from branchlake_dagster.catalog.stored_files import StoredFileDamaged
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.errors import NessieConflict
 from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Namespace, Operation, Put
 from branchlake_dagster.publication.replay import IcebergTableFormat
-from branchlake_dagster.runs.branch_owner import tag_filter
+from branchlake_dagster.runs.temporary_tags import keep_commit
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.undo.table_state import find_missing_file
 
-_MAX_TAG_AGE = timedelta(days=1)
+_RESTORATION_TIME = timedelta(days=1)
+"""Longer than any restoration takes."""
 
 
 class TableNotDropped(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -70,7 +68,7 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             properties = earlier_namespace.properties if isinstance(earlier_namespace, Namespace) else {}
             operations.append(Put(namespace_key, Namespace(None, namespace_key.elements, properties)))
     operations.append(Put(key, replace(content, content_id=None)))
-    with _keep_commit(client, from_commit):
+    with keep_commit(client, ReferencePrefix.UNDROP, from_commit, from_ref=MAIN, lifetime=_RESTORATION_TIME):
         _require_readable(lake, key, content)
         commit = client.commit(
             MAIN,
@@ -91,32 +89,6 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
                 )
             raise
     return RestoredTable(commit.hash, from_commit)
-
-
-@contextmanager
-def _keep_commit(client: NessieClient, commit_hash: str) -> Iterator[None]:
-    """Keep all files of a commit by a tag while the body runs. Deletes old tags of killed processes."""
-    for tag in client.references(filter=tag_filter(ReferencePrefix.UNDROP)):
-        if _is_left_over(tag.name):
-            with contextlib.suppress(NessieConflict, ReferenceNotFound):
-                client.delete_tag(tag.name, expected_hash=tag.hash)
-    tag = client.create_tag(f"{ReferencePrefix.UNDROP}{uuid.uuid1()}", from_ref=MAIN, from_hash=commit_hash)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ReferenceNotFound):
-            client.delete_tag(tag.name, expected_hash=tag.hash)
-
-
-def _is_left_over(tag_name: str) -> bool:
-    """Return whether a tag is older than any restoration takes, by the time in its UUID."""
-    try:
-        tag_id = uuid.UUID(tag_name.removeprefix(ReferencePrefix.UNDROP))
-    except ValueError:
-        return False
-    # The time of a UUID counts units of 100 ns.
-    age = timedelta(microseconds=(uuid.uuid1().time - tag_id.time) // 10)
-    return tag_id.version == 1 and age > _MAX_TAG_AGE
 
 
 def _require_readable(lake: Lakehouse, key: ContentKey, content: IcebergTable) -> None:

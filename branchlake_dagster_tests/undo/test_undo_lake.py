@@ -217,8 +217,7 @@ def test_a_tag_keeps_the_files_while_a_table_comes_back(
     bench.seeded([("a", 1)])
     dropped_from = lakehouse.nessie.reference("main").hash
     lakehouse.catalog().drop_table((namespace, "t"))
-    old_id = uuid.UUID(fields=(1, 2, 0x1000, 0x80, 0, 5))
-    for name in (f"undrop-{old_id}", "undrop-mine"):
+    for name in (f"undrop-20001127T120000Z-{uuid.uuid4()}", "undrop-mine"):
         lakehouse.nessie.create_tag(name, from_ref="main", from_hash=dropped_from)
     kept_heads: list[list[str]] = []
     find = undrop.find_missing_file
