@@ -17,7 +17,8 @@ from branchlake_dagster.cli.registry import print_progress
 
 if TYPE_CHECKING:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions, MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions
     from branchlake_dagster.maintenance.summary import Section
 
 _WIDE = 160
@@ -121,7 +122,8 @@ def run(
 
     A run may be interrupted and started again.
     """
-    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart, run_maintenance
+    from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_run import run_maintenance
     from branchlake_dagster.maintenance.summary import list_result_sections, result_to_json
 
     parts = _choose_parts(only, tables)
@@ -156,7 +158,7 @@ def status(module: str | None, as_json: bool) -> None:
         list_plan_rows,
         status_to_json,
     )
-    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
     journal_status = FileCollector.of_lake(_open_lake(module)).status()
@@ -171,6 +173,19 @@ def status(module: str | None, as_json: bool) -> None:
     rows = list_plan_rows(journal_status.open_plans)
     section = Section(MaintenancePart.COLLECTION, sentence, PLAN_HEADERS, rows)
     _show([section], status_to_json(journal_status), as_json)
+
+
+@maintain.command()
+@_module_option
+def metrics(module: str | None) -> None:
+    """Print counters of the maintenance in Prometheus' text format.
+
+    They count the runs that use this state folder. A scheduled call can write them to a file for the textfile
+    collector of Prometheus' node exporter.
+    """
+    from branchlake_dagster.maintenance.metrics import load_metrics
+
+    click.echo(load_metrics(load_command_settings(module).settings.state_dir).format_text(), nl=False)
 
 
 @maintain.command()
@@ -190,7 +205,7 @@ def explain(what: str, module: str | None, as_json: bool) -> None:
         format_explanation,
         list_holder_rows,
     )
-    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
     explanation = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
@@ -210,7 +225,7 @@ def _open_lake(module: str | None, *, changes: bool = False) -> Lakehouse:
 
 
 def _choose_parts(only: Sequence[str], tables: Sequence[str]) -> tuple[MaintenancePart, ...]:
-    from branchlake_dagster.maintenance.maintenance_run import ALL_PARTS, MaintenancePart
+    from branchlake_dagster.maintenance.maintenance_result import ALL_PARTS, MaintenancePart
 
     if only:
         return tuple(MaintenancePart(name) for name in only)

@@ -122,7 +122,8 @@ class ExecutedPlan:
 
     `state` is `executed`, `open` (the budget ended: the next pass continues), `outdated` (made by other
     rules) or `damaged` (its journal does not match). `kept` counts files that were needed again, changed or
-    claimed meanwhile.
+    claimed meanwhile. `deleted_by_table` counts the deleted files by the table of their folder; the name is
+    empty if no table is known.
     """
 
     plan_id: str
@@ -134,6 +135,7 @@ class ExecutedPlan:
     failed: int = 0
     errors: tuple[str, ...] = ()
     """The first errors of files that could not be deleted."""
+    deleted_by_table: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

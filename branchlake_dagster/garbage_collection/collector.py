@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -547,6 +548,8 @@ class FileCollector:
             kept=result.kept + len(by_state["kept"]),
             failed=result.failed + len(by_state["failed"]),
             errors=(*result.errors, *shown)[:_SHOWN_ERRORS],
+            deleted_by_table=Counter(result.deleted_by_table)
+            + Counter(file.table for file in by_state["deleted"]),
         )
 
     def _select_orphans(self, one: _Pass, batch: Sequence[PlannedFile]) -> list[PlannedFile]:

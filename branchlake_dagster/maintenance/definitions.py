@@ -19,11 +19,8 @@ from branchlake_dagster.maintenance.maintenance_jobs import (
     maintenance_job,
     maintenance_schedule,
 )
-from branchlake_dagster.maintenance.maintenance_run import (
-    ALL_PARTS,
-    MaintenanceOptions,
-    MaintenancePart,
-)
+from branchlake_dagster.maintenance.maintenance_result import ALL_PARTS, MaintenancePart
+from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions
 from branchlake_dagster.settings import Settings
 
 

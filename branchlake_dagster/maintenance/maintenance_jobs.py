@@ -16,9 +16,9 @@ from dagster import (
 )
 from pydantic import Field
 
+from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
 from branchlake_dagster.maintenance.maintenance_run import (
     MaintenanceOptions,
-    MaintenancePart,
     plan_maintenance,
     run_maintenance,
 )

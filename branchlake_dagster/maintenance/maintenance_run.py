@@ -6,40 +6,32 @@ snapshots, and the collection deletes files that nothing needs. An error of one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from datetime import UTC, datetime
 from typing import TypeVar
 
-from branchlake_dagster.compaction.compaction_plan import CompactionOptions, CompactionPlan
+from branchlake_dagster.compaction.compaction_plan import CompactionOptions
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.compaction.result import CompactionResult, TableProgress
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.expiry.manifest_rewrite import ManifestRewriter, RewrittenManifests
-from branchlake_dagster.expiry.result import ExpiryPlan, ExpiryResult
+from branchlake_dagster.expiry.result import ExpiryResult
 from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
-from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan, CollectionResult
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.maintenance.maintenance_result import (
+    ALL_PARTS,
+    MaintenancePart,
+    MaintenancePlan,
+    MaintenanceResult,
+)
+from branchlake_dagster.maintenance.metrics import record_result
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import format_count
 
 T = TypeVar("T")
-
-
-class MaintenancePart(StrEnum):
-    """A part of the maintenance."""
-
-    COMPACTION = "compaction"
-    """Small files and delete files are rewritten, on Spark."""
-    EXPIRY = "expiry"
-    """Old snapshots are removed from the metadata of tables, and small manifests are merged."""
-    COLLECTION = "collection"
-    """Files that no reference can read are planned for deletion, and deleted a day later."""
-
-
-ALL_PARTS = tuple(MaintenancePart)
 
 
 @dataclass(frozen=True)
@@ -87,45 +79,6 @@ class MaintenanceOptions:
         return self.expiry
 
 
-@dataclass(frozen=True)
-class MaintenancePlan:
-    """What a run of the maintenance would do now. A part is None if it was not asked for, or has an error."""
-
-    compaction: CompactionPlan | None = None
-    expiry: ExpiryPlan | None = None
-    collection: CollectionPlan | None = None
-    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MaintenanceResult:
-    """What a run of the maintenance did. A part is None if it was not asked for, or has an error.
-
-    `manifests` has the tables whose manifests the expiry merged or failed to merge. `errors` are errors of
-    whole parts. Errors of single tables are in the parts' results.
-    """
-
-    compaction: CompactionResult | None = None
-    expiry: ExpiryResult | None = None
-    manifests: tuple[RewrittenManifests, ...] = ()
-    collection: CollectionResult | None = None
-    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a part, or one of its tables or files, failed."""
-        compaction_errors = self.compaction.errors if self.compaction is not None else ()
-        expiry_errors = self.expiry.errors if self.expiry is not None else {}
-        executed = self.collection.executed if self.collection is not None else ()
-        return bool(
-            self.errors
-            or compaction_errors
-            or expiry_errors
-            or any(table.error is not None for table in self.manifests)
-            or any(one.failed for one in executed)
-        )
-
-
 def plan_maintenance(
     lake: Lakehouse,
     parts: Collection[MaintenancePart] = ALL_PARTS,
@@ -161,12 +114,14 @@ def run_maintenance(
     adopt_journal: bool = False,
     may_continue: Callable[[], bool] = lambda: True,
     progress: Callable[[str], None] = lambda _: None,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> MaintenanceResult:
     """Run the parts, one after the other. May be interrupted at any point and called again.
 
     `tables` are dotted names; None means all tables of `main`. The collection is always about the whole lake.
     `adopt_journal` accepts the journal of a Nessie that was restored. `may_continue` is asked before each
-    rewrite of a compaction and before each part. Raises ConfigurationError.
+    rewrite of a compaction and before each part. What was done is added to the metrics in the state folder.
+    Raises ConfigurationError.
     """
     options = options or MaintenanceOptions()
     policy = options.choose_policy(lake.settings)
@@ -180,7 +135,12 @@ def run_maintenance(
         MaintenancePart.COLLECTION,
         lambda: _build_collector(lake, options, progress).run(adopt_journal=adopt_journal),
     )
-    return MaintenanceResult(compaction, expiry, manifests or (), collection, guard.errors)
+    result = MaintenanceResult(compaction, expiry, manifests or (), collection, guard.errors)
+    try:
+        record_result(lake.settings.state_dir, result, now())
+    except OSError as error:
+        progress(f"The metrics in {lake.settings.state_dir} were not updated: {error}")
+    return result
 
 
 class _Parts:

@@ -11,7 +11,7 @@ from branchlake_dagster.expiry import result as expiry_result
 from branchlake_dagster.expiry.manifest_rewrite import RewrittenManifests
 from branchlake_dagster.expiry.result import ExpiryPlan, ExpiryResult
 from branchlake_dagster.garbage_collection import summary as collection_summary
-from branchlake_dagster.maintenance.maintenance_run import (
+from branchlake_dagster.maintenance.maintenance_result import (
     MaintenancePart,
     MaintenancePlan,
     MaintenanceResult,

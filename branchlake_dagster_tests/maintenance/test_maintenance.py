@@ -30,12 +30,8 @@ from branchlake_dagster.maintenance import maintenance_run
 from branchlake_dagster.maintenance.definitions import ALL_PARTS
 from branchlake_dagster.maintenance.health_asset import health_key
 from branchlake_dagster.maintenance.maintenance_jobs import maintenance_job
-from branchlake_dagster.maintenance.maintenance_run import (
-    MaintenancePart,
-    MaintenancePlan,
-    plan_maintenance,
-    run_maintenance,
-)
+from branchlake_dagster.maintenance.maintenance_result import MaintenancePart, MaintenancePlan
+from branchlake_dagster.maintenance.maintenance_run import plan_maintenance, run_maintenance
 from branchlake_dagster.maintenance.summary import Section, list_plan_sections, plan_to_json
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource

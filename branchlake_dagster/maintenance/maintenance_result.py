@@ -1,0 +1,72 @@
+"""The parts of the maintenance, and what a plan or a run of them contains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from branchlake_dagster.compaction.compaction_plan import CompactionPlan
+from branchlake_dagster.compaction.result import CompactionResult
+from branchlake_dagster.expiry.manifest_rewrite import RewrittenManifests
+from branchlake_dagster.expiry.result import ExpiryPlan, ExpiryResult
+from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan, CollectionResult
+
+
+class MaintenancePart(StrEnum):
+    """A part of the maintenance."""
+
+    COMPACTION = "compaction"
+    """Small files and delete files are rewritten, on Spark."""
+    EXPIRY = "expiry"
+    """Old snapshots are removed from the metadata of tables, and small manifests are merged."""
+    COLLECTION = "collection"
+    """Files that no reference can read are planned for deletion, and deleted a day later."""
+
+
+ALL_PARTS = tuple(MaintenancePart)
+
+
+@dataclass(frozen=True)
+class MaintenancePlan:
+    """What a run of the maintenance would do now. A part is None if it was not asked for, or has an error."""
+
+    compaction: CompactionPlan | None = None
+    expiry: ExpiryPlan | None = None
+    collection: CollectionPlan | None = None
+    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MaintenanceResult:
+    """What a run of the maintenance did. A part is None if it was not asked for, or has an error.
+
+    `manifests` has the tables whose manifests the expiry merged or failed to merge. `errors` are errors of
+    whole parts. Errors of single tables are in the parts' results.
+    """
+
+    compaction: CompactionResult | None = None
+    expiry: ExpiryResult | None = None
+    manifests: tuple[RewrittenManifests, ...] = ()
+    collection: CollectionResult | None = None
+    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> Mapping[MaintenancePart, bool]:
+        """For each part that ran: whether it, or one of its tables or files, failed."""
+        failures = dict.fromkeys(self.errors, True)
+        if self.compaction is not None:
+            failures[MaintenancePart.COMPACTION] = bool(self.compaction.errors)
+        if self.expiry is not None:
+            has_failed_manifests = any(table.error is not None for table in self.manifests)
+            failures[MaintenancePart.EXPIRY] = (
+                MaintenancePart.EXPIRY in self.errors or bool(self.expiry.errors) or has_failed_manifests
+            )
+        if self.collection is not None:
+            failures[MaintenancePart.COLLECTION] = any(one.failed for one in self.collection.executed)
+        return failures
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part, or one of its tables or files, failed."""
+        return any(self.failures.values())
