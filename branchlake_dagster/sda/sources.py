@@ -138,12 +138,14 @@ class GpSource(dg.ConfigurableResource[Any]):
                 f"no such file in {where}",
                 "Put the file there under that name, or use a snapshot id that begins with sim-.",
             )
-        told = path.stat()
-        if told.st_size > self.limits().max_bytes:
+        file_status = path.stat()
+        if file_status.st_size > self.limits().max_bytes:
             raise TooLargeCatalogueError(
-                str(path), f"it has {told.st_size:,} bytes", "Raise max_unpacked_mb or divide the file."
+                str(path),
+                f"it has {file_status.st_size:,} bytes",
+                "Raise max_unpacked_mb or divide the file.",
             )
-        made = datetime.fromtimestamp(told.st_mtime, UTC)
+        made = datetime.fromtimestamp(file_status.st_mtime, UTC)
         return GpFile(path.read_bytes(), str(path), "REAL", time or made)
 
 

@@ -76,10 +76,10 @@ class Receiver:
         """
         closed = {}
         for line in (self._landing.topic_folder(self._topic) / LOG_FILE).read_text().splitlines():
-            told = json.loads(line)
-            if "first" in told:
-                closed[told["first"]] = tuple(
-                    datetime.fromisoformat(told[name]).timestamp() for name in ("closed", "opened")
+            record = json.loads(line)
+            if "first" in record:
+                closed[record["first"]] = tuple(
+                    datetime.fromisoformat(record[name]).timestamp() for name in ("closed", "opened")
                 )
         for file in self._landing.files(self._topic, 0):
             yield *closed[file.first], pq.read_table(file.path, columns=["value"])
@@ -234,11 +234,11 @@ def _http(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
 def _serving() -> Iterator[tuple[str, Send]]:
     """Start an HTTP server of pages in a separate thread. Yields its URL and a function that adds records."""
     pages, ready, over = Pages(), threading.Event(), asyncio.Event()
-    told: list[tuple[str, asyncio.AbstractEventLoop]] = []
+    endpoints: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     async def serve() -> None:
         async with served(pages, "127.0.0.1", 0) as url:
-            told.append((url, asyncio.get_running_loop()))
+            endpoints.append((url, asyncio.get_running_loop()))
             ready.set()
             await over.wait()
 
@@ -259,7 +259,7 @@ def _serving() -> Iterator[tuple[str, Send]]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     ready.wait()
-    ((url, loop),) = told
+    ((url, loop),) = endpoints
     try:
         yield url, send
     finally:

@@ -86,18 +86,18 @@ def conjunctions(
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
         return
     if changes_since is None:
-        found, told = listed(reader, wanted, at=at)
+        found, read_at = listed(reader, wanted, at=at)
     else:
         everything = Wanted(objects)
-        after, told = listed(reader, everything, at=at)
+        after, read_at = listed(reader, everything, at=at)
         before, was = listed(reader, everything, at=changes_since)
-        found, told = wanted.of(compared(before, after)), f"{told}, since {was}"
+        found, read_at = wanted.of(compared(before, after)), f"{read_at}, since {was}"
     if as_csv:
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
     else:
         show(found, rows)
     click.echo(
-        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True
+        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {read_at}.", err=True
     )
 
 

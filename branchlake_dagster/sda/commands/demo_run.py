@@ -139,8 +139,8 @@ def run_demo(
             outcomes = {outcome.run_id: outcome for outcome in reconciler.reconcile_branches()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
                 line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
-                told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
-                say(f"      {plan.partition or plan.job}: {line.verdict}, {told} ({line.seconds:.1f} s)")
+                outcome = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
+                say(f"      {plan.partition or plan.job}: {line.verdict}, {outcome} ({line.seconds:.1f} s)")
                 result.lines.append(line)
                 result.as_expected &= (line.publication is None) is plan.blocked
             if not all(run.success for run, _ in done):
@@ -341,8 +341,8 @@ def show(result: DemoResult) -> None:
             soft_wrap=True,
         )
         rows = ", ".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items())
-        told = f"rows on main: {rows}" if line.publication else str(line.reason)
-        for text in textwrap.wrap(told, console.width - len(_INDENT) - 1):
+        outcome = f"rows on main: {rows}" if line.publication else str(line.reason)
+        for text in textwrap.wrap(outcome, console.width - len(_INDENT) - 1):
             console.print(f"{_INDENT}{text}", style="dim", markup=False)
     console.print()
     console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")

@@ -48,7 +48,7 @@ def screen(
     too large, or has no usable segment.
     """
     everything = [(path, _read(path)) for path in files]
-    catalogue, told = _catalogue(reader, at)
+    catalogue, read_at = _catalogue(reader, at)
     parts = []
     for path, read in everything:
         parts.append(_screened(path, read, catalogue, since, until, within_km, exclude, max_age_days))
@@ -65,7 +65,7 @@ def screen(
         hidden += ("relative_velocity_t_km_s", "relative_velocity_n_km_s")
         show(found.drop(hidden).rename({"sat1_name": "ephemeris"}), rows)
     click.echo(
-        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True
+        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {read_at}.", err=True
     )
 
 
@@ -81,7 +81,7 @@ def _read(path: Path) -> ReadEphemeris:
         click.echo(f"{path}: {read.rejected.height - _SHOWN:,} more records are not used.", err=True)
     if not read.segments:
         raise ConfigurationError(
-            f"{path} has no segment that can be screened.", hint="What is wrong with it is told above."
+            f"{path} has no segment that can be screened.", hint="The messages above show its errors."
         )
     return read
 

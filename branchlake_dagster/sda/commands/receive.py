@@ -113,10 +113,10 @@ async def _run(wanted: Wanted, as_json: bool, say: Callable[[str], None]) -> Don
             "not handed over": one["not_handed_over"],
             "of unknown outcome": one["not_confirmed"],
         }
-        told = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
+        losses = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
         say(
             f"{one['topic']}: {one['received']:,} received, {one['handed_over']:,} handed over;"
-            f" {told or 'nothing lost'}."
+            f" {losses or 'nothing lost'}."
         )
     return done
 

@@ -117,8 +117,8 @@ def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
         int(start.timestamp() * 1e6) * 1_000,
     )
     began = time.perf_counter()
-    told = asyncio.run(_over(wanted, feed, say)) if wanted.addresses else _into(wanted, feed)
-    account = {kind: {**tally.as_dict(), **told.get(kind, {})} for kind, tally in feed.tallies.items()}
+    delivered = asyncio.run(_over(wanted, feed, say)) if wanted.addresses else _into(wanted, feed)
+    account = {kind: {**tally.as_dict(), **delivered.get(kind, {})} for kind, tally in feed.tallies.items()}
     return {"seconds": round(time.perf_counter() - began, 3), "kinds": account}
 
 
@@ -169,8 +169,8 @@ async def _over(wanted: Simulated, feed: Feed, say: Callable[[str], None]) -> di
 
 
 def _delivered(outlet: Outlet, sent: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"delivered": sent - outlet.refused, "refused": outlet.refused}
-    return told | ({"faults": dict(outlet.faults)} if isinstance(outlet, Pages) else {})
+    counts: dict[str, Any] = {"delivered": sent - outlet.refused, "refused": outlet.refused}
+    return counts | ({"faults": dict(outlet.faults)} if isinstance(outlet, Pages) else {})
 
 
 def _into(wanted: Simulated, feed: Feed) -> dict[str, dict[str, Any]]:

@@ -160,9 +160,13 @@ def _simulate_measurements(scene: Scene, kind: str, micros: Rows) -> pl.DataFram
         seen = [(site, np.flatnonzero(found.any(axis=1))) for site, found in seeing(scene)]
         seen = [(site, rows) for site, rows in seen if len(rows)]
         for number, (site, rows) in enumerate(seen):
-            mine = micros[number :: len(seen)]
-            if len(mine):
-                parts.append(measure(scene, site, rows[rng.integers(0, len(rows), len(mine))], mine, noise))
+            site_micros = micros[number :: len(seen)]
+            if len(site_micros):
+                parts.append(
+                    measure(
+                        scene, site, rows[rng.integers(0, len(rows), len(site_micros))], site_micros, noise
+                    )
+                )
     return _frame(parts)
 
 

@@ -43,7 +43,7 @@ _TYPES = {
     **dict.fromkeys(("DEBRIS", "DEB"), "DEBRIS"),
     **dict.fromkeys(("UNKNOWN", "UNK", "TBA"), "UNKNOWN"),
 }
-_TOLD_BY = (
+_MESSAGE_FIELDS = (
     "event_id",
     "tca",
     "screened_from",
@@ -52,7 +52,7 @@ _TOLD_BY = (
     "error_model_id",
     "hard_body_radius_m",
 )
-_TOLD_BY_ALL = ("sat1_", "sat2_", "relative_")
+_OBJECT_PREFIXES = ("sat1_", "sat2_", "relative_")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def message_id(row: Mapping[str, Any]) -> str:
 
     The same event in a list with other values gets another id.
     """
-    told = sorted(name for name in row if name in _TOLD_BY or name.startswith(_TOLD_BY_ALL))
-    content = "\n".join(f"{name}={_plain(row[name])}" for name in told)
+    field_names = sorted(name for name in row if name in _MESSAGE_FIELDS or name.startswith(_OBJECT_PREFIXES))
+    content = "\n".join(f"{name}={_plain(row[name])}" for name in field_names)
     return f"{row['event_id']}_{sha256(content.encode()).hexdigest()[:12]}".upper()
 
 

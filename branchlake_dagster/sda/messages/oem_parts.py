@@ -62,13 +62,13 @@ def parts_of(content: bytes, source: str, limits: ReadLimits) -> Parts:
         UnreadableMessage: The file is empty, too large, damaged as a whole, or not such a message.
     """
     try:
-        told = decode_gp_file(content, source, limits)
+        text = decode_gp_file(content, source, limits)
     except CatalogueError as error:
         raise _unreadable(source, error.problem, "damaged") from error
-    head = told.lstrip("\ufeff \t\n")
+    head = text.lstrip("\ufeff \t\n")
     if not head:
         raise _unreadable(source, "it is empty", "empty")
-    parts = _from_xml(told, source, limits) if head.startswith("<") else _from_kvn(told, source, limits)
+    parts = _from_xml(text, source, limits) if head.startswith("<") else _from_kvn(text, source, limits)
     if not parts.segments:
         raise _unreadable(source, "it has no segment", "no_segment")
     if len(parts.segments) > _MAX_SEGMENTS:
@@ -85,10 +85,10 @@ def _unreadable(source: str, problem: str, reason: str) -> UnreadableMessage:
     )
 
 
-def _from_kvn(told: str, source: str, limits: ReadLimits) -> Parts:
+def _from_kvn(text: str, source: str, limits: ReadLimits) -> Parts:
     stripped = pl.col("raw_text").str.strip_chars(" \t\x00\x1a")
     lines = (
-        pl.DataFrame({"raw_text": pl.Series(told.split("\n"), dtype=pl.String)})
+        pl.DataFrame({"raw_text": pl.Series(text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=1)
         .with_columns(stripped, pl.col("line_number").cast(pl.Int64))
         .filter((pl.col("raw_text") != "") & ~pl.col("raw_text").str.contains(r"^COMMENT(\s|$)"))
@@ -140,10 +140,10 @@ def _states(rows: pl.DataFrame, limits: ReadLimits) -> pl.DataFrame:
     )
 
 
-def _from_xml(told: str, source: str, limits: ReadLimits) -> Parts:
+def _from_xml(text: str, source: str, limits: ReadLimits) -> Parts:
     reader = _Reader(source, limits)
     try:
-        reader.parser.Parse(told.encode(), True)
+        reader.parser.Parse(text.encode(), True)
     except expat.ExpatError as error:
         raise _unreadable(source, f"it is not XML ({error})", "not_xml") from error
     if reader.version is None:

@@ -230,14 +230,14 @@ def _parse_metadata(metadata: Metadata) -> tuple[Frame, str, Method, int]:
         method = Method(values["INTERPOLATION"].upper())
     except ValueError:
         raise _unsupported(values, "INTERPOLATION", Method) from None
-    told = values.get("INTERPOLATION_DEGREE", "")
-    if not told.isascii() or not told.isdigit() or not 1 <= int(told[:9]) <= MAX_DEGREE:
+    degree_text = values.get("INTERPOLATION_DEGREE", "")
+    if not degree_text.isascii() or not degree_text.isdigit() or not 1 <= int(degree_text[:9]) <= MAX_DEGREE:
         raise _Refused(
             Reason.UNSUPPORTED,
             "interpolation_degree",
-            f"INTERPOLATION_DEGREE is {told or 'missing'}, expected 1 to {MAX_DEGREE}",
+            f"INTERPOLATION_DEGREE is {degree_text or 'missing'}, expected 1 to {MAX_DEGREE}",
         )
-    degree = 1 if method is Method.LINEAR else int(told)
+    degree = 1 if method is Method.LINEAR else int(degree_text)
     # Whole states (position and velocity) give an odd degree; an even degree is rounded up.
     return frame, system, method, degree + 1 - degree % 2 if method is Method.HERMITE else degree
 
@@ -249,13 +249,13 @@ def _unsupported(values: dict[str, str], name: str, allowed: Any) -> _Refused:
 
 def _parse_states(states: pl.DataFrame) -> pl.DataFrame:
     """Convert epochs and numbers. Unusable lines get ``why``, and ``field`` if one column is the reason."""
-    told = pl.col("epoch").str.replace("Z$", "")
+    epoch_text = pl.col("epoch").str.replace("Z$", "")
     parsed = states.with_columns(
-        pl.coalesce(told.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCHS).alias("at"),
+        pl.coalesce(epoch_text.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCHS).alias("at"),
         *(pl.col(name).cast(pl.Float64, strict=False).alias(f"{name}_value") for name in FIELDS[1:]),
     )
     # Microseconds since 1970 cannot represent a leap second.
-    leap = told.str.contains(r":60(\.\d*)?$")
+    leap = epoch_text.str.contains(r":60(\.\d*)?$")
     wrong_time = pl.col("at").is_null() | leap | ~pl.col("at").dt.year().is_between(_FIRST_YEAR, _LAST_YEAR)
     radius, speed = (
         pl.sum_horizontal(pl.col(f"{axis}{dot}_value") ** 2 for axis in "xyz").sqrt() for dot in ("", "_dot")
@@ -339,13 +339,15 @@ def _is_displaced(micros: Micros, values: Floats) -> npt.NDArray[np.bool_]:
     h = (np.diff(micros) / 1e6)[:, None]
     r, v = values[:, :3], values[:, 3:]
     a = -MU_KM3_S2 * r / np.linalg.norm(r, axis=1, keepdims=True) ** 3
-    told = h / 2 * (v[:-1] + v[1:]) + h**2 / 12 * (a[:-1] - a[1:])
-    stray = np.linalg.norm(np.diff(r, axis=0) - told, axis=1)
+    integrated = h / 2 * (v[:-1] + v[1:]) + h**2 / 12 * (a[:-1] - a[1:])
+    stray = np.linalg.norm(np.diff(r, axis=0) - integrated, axis=1)
     # The error of the trapezoid rule is h^5/720 times the fourth derivative of the velocity.
     radius = np.minimum(*(np.linalg.norm(part, axis=1) for part in (r[:-1], r[1:])))
     speed = np.maximum(*(np.linalg.norm(part, axis=1) for part in (v[:-1], v[1:])))
     rest = h[:, 0] ** 5 / 720 * speed * (MU_KM3_S2 / radius**3) ** 2
-    return np.asarray(stray > MAX_DISPLACEMENT_ERROR * np.linalg.norm(told, axis=1) + _STRAY_FLOOR_KM + rest)
+    return np.asarray(
+        stray > MAX_DISPLACEMENT_ERROR * np.linalg.norm(integrated, axis=1) + _STRAY_FLOOR_KM + rest
+    )
 
 
 def _usable_span(metadata: Metadata, system: str) -> tuple[int, int]:
@@ -353,12 +355,12 @@ def _usable_span(metadata: Metadata, system: str) -> tuple[int, int]:
     found = []
     for edge in ("START", "STOP"):
         name = f"USEABLE_{edge}_TIME" if metadata.values.get(f"USEABLE_{edge}_TIME") else f"{edge}_TIME"
-        told = metadata.values[name].removesuffix("Z")
-        series = pl.Series([told], dtype=pl.String)
+        time_text = metadata.values[name].removesuffix("Z")
+        series = pl.Series([time_text], dtype=pl.String)
         parsed = [series.str.to_datetime(f, time_unit="us", strict=False)[0] for f in _EPOCHS]
         time = next((one for one in parsed if isinstance(one, datetime)), None)
         if time is None:
-            raise _Refused(Reason.METADATA, name.lower(), f"{name}={told} is no time")
+            raise _Refused(Reason.METADATA, name.lower(), f"{name}={time_text} is no time")
         at = np.array([round(time.replace(tzinfo=UTC).timestamp() * 1e6)], np.int64)
         found.append(int(to_utc(at, system)[0]))
     if found[0] >= found[1]:

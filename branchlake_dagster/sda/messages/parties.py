@@ -44,7 +44,7 @@ def parties_of(
         for k in (1, 2)
     ]
     tca = found["tca"].dt.epoch("us").to_numpy()
-    told = found.select([f"relative_position_{axis}_km" for axis in "rtn"]).to_numpy()
+    reported_positions = found.select([f"relative_position_{axis}_km" for axis in "rtn"]).to_numpy()
     # All combinations of element sets for all rows. Nearly every row has one.
     combined = [
         (place, one, other)
@@ -56,16 +56,16 @@ def parties_of(
     at = tca[places]
     states = [states_at(elements, one, at) for one in rows]
     relative = np.einsum("kij,kj->ki", rtn_axes(*states[0]), states[1][0] - states[0][0])
-    off = np.linalg.norm(relative - told[places], axis=1)
+    off = np.linalg.norm(relative - reported_positions[places], axis=1)
     texts = [name for name in _TEXTS if name in sets.columns]
     result: list[tuple[Party, Party] | NotAMessage] = []
     for place, event in enumerate(found["event_id"].to_list()):
-        mine = np.flatnonzero(places == place)
-        mine = mine[off[mine] <= SAME_KM]
-        if not len(mine):
+        candidates = np.flatnonzero(places == place)
+        candidates = candidates[off[candidates] <= SAME_KM]
+        if not len(candidates):
             result.append(_no_states_error(event, [len(one[place]) for one in wanted], off[places == place]))
             continue
-        best = int(mine[np.argmin(off[mine])])
+        best = int(candidates[np.argmin(off[candidates])])
         one, other = (
             _party(sets.row(int(rows[k][best]), named=True), texts, kinds, states[k], best, at)
             for k in (0, 1)
