@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -363,6 +364,16 @@ class CollectionJournal:
             files, done_paths = self.load_plan_files(plan.plan.plan_id)
             paths |= {file.path for file in files} - done_paths
         return frozenset(paths)
+
+    def load_planned_bytes(self) -> dict[str, int]:
+        """Return the bytes of all files in open plans that are not done, by the table of their folder."""
+        sizes: Counter[str] = Counter()
+        for plan in self.open_plans():
+            files, done_paths = self.load_plan_files(plan.plan.plan_id)
+            for file in files:
+                if file.path not in done_paths:
+                    sizes[file.table] += file.size
+        return dict(sizes)
 
     def find_file(self, path: str) -> list[dict[str, Any]]:
         """Return all rows about a file, oldest first."""

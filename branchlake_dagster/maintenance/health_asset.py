@@ -19,6 +19,9 @@ from dagster import (
     asset,
 )
 
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.garbage_collection.collector import FileCollector
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.maintenance.table_health import (
     AGES,
     TableHealth,
@@ -40,6 +43,7 @@ _HEADERS = (
     "snapshots",
     "manifests",
     "metadata KB",
+    "unreachable MB",
 )
 
 
@@ -101,17 +105,31 @@ def health_asset(
     )
     def table_health(context: AssetExecutionContext) -> MaterializeResult:  # type: ignore[type-arg]
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        measured = list(measure_tables(resource.lakehouse, namespace, now=datetime.now(UTC)))
+        planned_bytes = _load_planned_bytes(context, resource.lakehouse)
+        measured = list(
+            measure_tables(
+                resource.lakehouse, namespace, now=datetime.now(UTC), unreachable_bytes=planned_bytes
+            )
+        )
         tables = [table for table in measured if isinstance(table, TableHealth)]
         unreadable = [table for table in measured if isinstance(table, UnreadableHealth)]
         for table in unreadable:
             context.log.warning(f"The table {table.table} cannot be read: {table.error}")
         return MaterializeResult(
-            metadata=_health_metadata(tables, unreadable),
+            metadata=_health_metadata(tables, unreadable, knows_unreachable=planned_bytes is not None),
             check_results=evaluate_health(tables, unreadable, limits),
         )
 
     return table_health
+
+
+def _load_planned_bytes(context: AssetExecutionContext, lake: Lakehouse) -> dict[str, int] | None:
+    """Return the bytes that are planned for deletion, by table; None if the journal cannot be read."""
+    try:
+        return FileCollector.of_lake(lake).journal.load_planned_bytes()
+    except (BranchlakeError, OSError) as error:
+        context.log.warning(f"The journal of the collection cannot be read: {error}")
+        return None
 
 
 _CHECKS = {
@@ -124,9 +142,10 @@ _CHECKS = {
 
 
 def _health_metadata(
-    tables: Sequence[TableHealth], unreadable: Sequence[UnreadableHealth]
+    tables: Sequence[TableHealth], unreadable: Sequence[UnreadableHealth], *, knows_unreachable: bool
 ) -> dict[str, MetadataValue]:
     total = sum_health(tables)
+    unreachable = {"unreachable bytes": MetadataValue.int(total.unreachable_bytes)}
     return {
         "tables": MetadataValue.int(len(tables)),
         "unreadable tables": MetadataValue.int(len(unreadable)),
@@ -137,6 +156,7 @@ def _health_metadata(
         "snapshots": MetadataValue.int(total.snapshots),
         "manifests": MetadataValue.int(total.manifests),
         "metadata bytes": MetadataValue.int(total.metadata_bytes),
+        **(unreachable if knows_unreachable else {}),
         "health": MetadataValue.md(format_health(tables)),
     }
 
@@ -156,6 +176,7 @@ def format_health(tables: Sequence[TableHealth]) -> str:
             f"{table.snapshots:,}",
             f"{table.manifests:,}",
             f"{table.metadata_bytes / 1e3:,.0f}",
+            _format_mb(table.unreachable_bytes),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

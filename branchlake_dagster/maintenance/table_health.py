@@ -7,7 +7,7 @@ are read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from pyiceberg.manifest import DataFileContent, ManifestEntryStatus
@@ -34,7 +34,7 @@ class TableHealth:
     `most_small_files` is the highest number of small files in one partition; `crowded_partition` is that
     partition as text, empty for a table without partitions. `bytes_by_age` has the bytes of data files by the
     age groups in `AGES`. Files of expired snapshots count as older. `manifests` counts those of the current
-    snapshot.
+    snapshot. `unreachable_bytes` are files in the table's folders that the collection has planned to delete.
     """
 
     table: str
@@ -48,6 +48,7 @@ class TableHealth:
     most_small_files: int = 0
     crowded_partition: str = ""
     bytes_by_age: Mapping[str, int] = field(default_factory=dict)
+    unreachable_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,19 @@ class UnreadableHealth:
 
 
 def measure_tables(
-    lake: Lakehouse, namespace: Sequence[str] | None, *, now: datetime
+    lake: Lakehouse,
+    namespace: Sequence[str] | None,
+    *,
+    now: datetime,
+    unreachable_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[TableHealth | UnreadableHealth]:
     """Measure the tables of `main` in a namespace, not of those below it; None means all tables.
 
     Reads `main` at one hash. A table that cannot be read does not stop the others. `now` must have a time
-    zone. Raises NessieError.
+    zone. `unreachable_bytes` maps dotted names of tables to bytes that are planned for deletion. Raises
+    NessieError.
     """
+    unreachable_bytes = unreachable_bytes or {}
     main_hash = lake.nessie.reference(MAIN).hash
     files = TableFiles(lake.settings.file_io_properties())
     for entry in lake.nessie.entries(f"@{main_hash}", fetch_content=True):
@@ -75,7 +82,8 @@ def measure_tables(
             continue
         location = entry.content.metadata_location
         try:
-            yield _measure_table(files, entry.key, location, now)
+            measured = _measure_table(files, entry.key, location, now)
+            yield replace(measured, unreachable_bytes=unreachable_bytes.get(entry.key.name, 0))
         except (OSError, StoredFileDamaged, FileUnreadable) as error:
             yield UnreadableHealth(sql_name(entry.key), str(error))
 
@@ -154,5 +162,6 @@ def sum_health(tables: Iterable[TableHealth]) -> TableHealth:
         metadata_bytes=sum(table.metadata_bytes for table in tables),
         most_small_files=most_crowded.most_small_files,
         crowded_partition=most_crowded.crowded_partition,
+        unreachable_bytes=sum(table.unreachable_bytes for table in tables),
         bytes_by_age={age: sum(table.bytes_by_age.get(age, 0) for table in tables) for age in AGES},
     )

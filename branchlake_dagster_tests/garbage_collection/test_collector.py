@@ -107,6 +107,19 @@ def test_a_plan_changes_nothing(lake: CollectedLake) -> None:
     assert Path(stray).exists()
 
 
+def test_the_journal_sums_the_bytes_of_open_plans_by_table(lake: CollectedLake) -> None:
+    lake.create("u")
+    for name, size in (("t", 3), ("t", 4), ("u", 5)):
+        lake.write(lake.table_folder(name) / "data" / f"{size}.parquet", b"x" * size)
+    lake.age()
+    collector = lake.collector(ago=2 * DAY)
+    assert collector.journal.load_planned_bytes() == {}
+    collector.run()
+    assert collector.journal.load_planned_bytes() == {"shop.t": 7, "shop.u": 5}
+    lake.collector().run()
+    assert collector.journal.load_planned_bytes() == {}
+
+
 def test_files_of_a_replaced_state_go_with_the_horizon(lake: CollectedLake) -> None:
     lake.at(datetime.now(UTC) - 50 * DAY)
     gone = open_table_with_dropped_snapshot(lake)

@@ -17,10 +17,13 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
+from branchlake_dagster.errors import JournalLost
+from branchlake_dagster.garbage_collection.journal import CollectionJournal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.maintenance.health_asset import (
     HealthLimits,
     evaluate_health,
+    format_health,
     health_asset,
     health_key,
 )
@@ -93,6 +96,48 @@ def test_files_ages_snapshots_and_manifests_are_counted(
     assert isinstance(later, TableHealth)
     assert (later.data_files, later.snapshots, later.crowded_partition) == (1, 5, "day=tuesday")
     assert later.bytes_by_age == {**dict.fromkeys(AGES, 0), AGES[2]: later.data_bytes}
+
+
+def test_bytes_that_are_planned_for_deletion_are_shown(
+    lakehouse: Lakehouse, catalog: Catalog, namespace: str
+) -> None:
+    for name in ("t", "u"):
+        make_table(catalog, namespace, name)
+    planned = {f"{namespace}.t": 2_500_000, "elsewhere.t": 9}
+    tables = [
+        table
+        for table in measure_tables(lakehouse, (namespace,), now=datetime.now(UTC), unreachable_bytes=planned)
+        if isinstance(table, TableHealth)
+    ]
+    assert [table.unreachable_bytes for table in tables] == [2_500_000, 0]
+    assert sum_health(tables).unreachable_bytes == 2_500_000
+    assert format_health(tables).splitlines()[2].endswith("| 2.5 |")
+
+
+@pytest.mark.parametrize(("error", "shown"), [(None, True), (JournalLost("lost"), False)])
+def test_the_health_is_shown_without_the_journal(
+    lakehouse: Lakehouse,
+    catalog: Catalog,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception | None,
+    shown: bool,
+) -> None:
+    def load(_: object) -> dict[str, int]:
+        if error is not None:
+            raise error
+        return {f"{namespace}.t": 7}
+
+    monkeypatch.setattr(CollectionJournal, "load_planned_bytes", load)
+    make_table(catalog, namespace)
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = dg.materialize(
+            [health_asset((namespace,))],
+            instance=instance,
+            resources={"lakehouse": LakehouseResource.from_settings(lakehouse.settings)},
+        )
+    (materialization,) = result.asset_materializations_for_node("table_health__" + namespace)
+    assert ("unreachable bytes" in materialization.metadata) == shown
 
 
 def test_an_empty_table_is_healthy(lakehouse: Lakehouse, catalog: Catalog, namespace: str) -> None:
