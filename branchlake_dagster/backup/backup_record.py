@@ -23,9 +23,10 @@ _TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
 class BackupPart:
     """One folder of the lake in a backup.
 
-    `name` is its folder in the backup, `source` the folder that was copied and to which it is restored.
-    `vanished_files` were deleted between the listing and the copy. `skipped_links` are symbolic links to
-    folders or to nothing, as paths in the folder; they are not in the backup.
+    `name` is the folder's name in the backup. `source` is the folder that was copied, and to which it is
+    restored. `vanished_files` is the number of files that were deleted between the listing and the copy.
+    `skipped_links` are symbolic links to folders or to missing targets, as paths relative to the folder.
+    Neither these files nor these links are in the backup.
     """
 
     name: str
@@ -39,7 +40,9 @@ class BackupPart:
 
 @dataclass(frozen=True)
 class BackupRecord:
-    """What a backup has. `main_hash` is `main` at `taken_at`; None if the lake has never been started.
+    """The contents of a backup.
+
+    `main_hash` is the hash of `main` at `taken_at`; None if the lake has never been started.
 
     `suspended_s` is how long Nessie was suspended. `tables` and `rows` were read by the verification;
     `verified_at` is None if there was none. `inside` names the tables that were read, and `outside` those

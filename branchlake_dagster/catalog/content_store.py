@@ -227,9 +227,10 @@ class ReferenceStore:
 def _contents_after_commit(
     operations: Sequence[Operation], result: CommitResult, base: Reference, read_at: float
 ) -> _CachedContents:
-    """Return the contents of the keys that a commit changed.
+    """Return the cache entry for the keys that a commit changed.
 
-    Other keys are unknown: `base` may not be the parent of the commit.
+    A deleted key is in the entry, without content. Other keys are left out: other writers may have committed
+    between `base` and this commit. `result` is Nessie's answer; `read_at` is a time of the monotonic clock.
     """
     contents = {}
     for operation in operations:

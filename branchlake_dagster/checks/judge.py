@@ -64,7 +64,10 @@ class CheckedRows(Protocol):
 
     @property
     def partitions(self) -> RowPartitions | None:
-        """The partitions that the rows belong to; None for one partition, or if they are unknown."""
+        """The partitions definition of the rows, with the column of each dimension.
+
+        None if all rows belong to one partition, if the asset has no partition columns, or if it is unknown.
+        """
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
         """Return a passed outcome if the constraint is proved without Spark; None if Spark has to decide."""

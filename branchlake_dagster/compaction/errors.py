@@ -13,7 +13,7 @@ class CompactionRowsDiffer(BranchlakeError, Terminal):  # noqa: N818 - named lik
 
 
 class CompactionNotClean(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The branch of a compaction has other changes than rewritten files; nothing was published."""
+    """The branch of a compaction contains changes other than rewritten files. Nothing was published."""
 
 
 class RewriteFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes

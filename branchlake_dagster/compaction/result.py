@@ -41,8 +41,9 @@ class CompactedTable:
         commit: The commit on `main`; None if nothing was committed.
         partitions: What the commit contains.
         left: The planned partitions that it does not contain.
-        is_rebased: Whether others had changed the table meanwhile, or a partition had to give way.
-        read_bytes: The size of the data files that were rewritten, also in vain.
+        is_rebased: Whether other writers had changed the table in the meantime, or partitions were left out
+            because of their changes.
+        read_bytes: The size of the rewritten data files, including rewrites that were not published.
         seconds: How long the table took: `rewrite_seconds` on Spark, `proof_seconds` for the checksums.
         error: Why the table failed; None if it did not. Other tables are compacted nevertheless.
     """
@@ -64,8 +65,9 @@ class CompactionResult:
     """The outcome of a pass.
 
     Attributes:
-        tables: The tables of the plan, in the order of their turn.
-        stopped: Why the pass ended before the end of its plan; None if it did not.
+        tables: One outcome for each table: first the tables that could not be read, then the processed ones
+            in the order of the plan. After an early stop, the remaining tables are missing.
+        stopped: The reason for an early stop; None if the plan was finished.
         removed_branches: Abandoned branches of earlier passes that were deleted.
     """
 

@@ -307,7 +307,10 @@ class FileCollector:
     # -- a pass ----------------------------------------------------------------------------------------
 
     def _read_journal_time(self) -> list[datetime]:
-        """Return the time by Nessie's clock, which it gave to the commit that began the pass."""
+        """Return the time of the newest commit on the journal branch, by Nessie's clock, as a list of one.
+
+        This commit began the pass. The list is empty if the commit or its time is missing.
+        """
         entry = next(iter(self._client.log(JOURNAL_BRANCH, limit=1)), None)
         return [entry.commit.commit_time] if entry is not None and entry.commit.commit_time else []
 

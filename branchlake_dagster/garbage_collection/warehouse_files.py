@@ -100,9 +100,10 @@ class WarehouseFiles:
     # -- names -----------------------------------------------------------------------------------------
 
     def is_table_folder(self, folder: str) -> bool:
-        """Return whether a folder's files may be candidates: it is in the warehouse and not branchlake's own.
+        """Return whether unreachable files in a folder may be deleted. Only the path is checked.
 
-        The warehouse itself is no table's folder, nor is a folder that has branchlake's own files in it.
+        True for folders below the warehouse, except `_branchlake`, which has branchlake's own files, and the
+        folders below it.
         """
         canonical = canonical_location(folder)
         own_folder = f"{self.canonical}/_branchlake"

@@ -202,7 +202,7 @@ def result_rolled_back_error(table: str) -> ChangeLost:
 
 
 def files_gone_error(table: str) -> ChangeLost:
-    """Return the error for a missing manifest."""
+    """Return the error for a deleted manifest or data file of a snapshot that the consumer must read."""
     return _change_lost_error(LossReason.FILES_GONE, table)
 
 

@@ -218,7 +218,10 @@ def _is_from_this_package(condition: AutomationCondition[Any]) -> bool:
 
 @dataclass(frozen=True)
 class PublishedCondition(AutomationCondition[AssetKey]):
-    """The condition of `newly_published()`. Its cursor is that of a `ReportReader`."""
+    """True for partitions whose publication was reported since the last evaluation.
+
+    This is the condition of `newly_published()`. Its cursor is the text of a `ReportCursor`.
+    """
 
     ignore_same_run: bool = False
 

@@ -434,7 +434,10 @@ class MainLog:
         return []
 
     def _install(self, commits: Sequence[StoredCommit]) -> None:
-        """Cache stored commits, of which the last is known to be on `main`."""
+        """Replace the cache with commits from the log file, oldest first.
+
+        The last of them must be on `main`; then all earlier ones are too.
+        """
         self._clear()
         self._chain.extend(one.hash for one in commits)
         self._positions = {one.hash: position for position, one in enumerate(commits)}

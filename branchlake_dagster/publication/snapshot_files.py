@@ -225,19 +225,19 @@ def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
 
 
 def convert_delete_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[DeleteFile]:
-    """Convert the delete files of a table to plain values."""
+    """Convert PyIceberg's delete files of one table to `DeleteFile` objects, in the same order."""
     converter = _FileConverter(metadata)
     return [converter.to_delete_file(file) for file in files]
 
 
 def convert_data_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[File]:
-    """Convert the data files of a table to plain values."""
+    """Convert PyIceberg's data files of one table to `File` objects, in the same order."""
     converter = _FileConverter(metadata)
     return [converter.to_data_file(file) for file in files]
 
 
 class _FileConverter:
-    """Converts the files of one table to plain values.
+    """Converts PyIceberg's files of one table to `File` and `DeleteFile` objects.
 
     Predicates are bound to its columns once, not per file.
     """

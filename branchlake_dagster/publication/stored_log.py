@@ -53,7 +53,10 @@ class LogFile:
         return [_parse_line(line) for line in content.splitlines()]
 
     def save(self, commits: Sequence[StoredCommit]) -> None:
-        """Atomic: replace the file. A storage that refuses leaves the old one."""
+        """Atomic: replace the file with the newest `most` commits of `commits`.
+
+        If the file cannot be written, the old file stays and no error is raised.
+        """
         newest = islice(commits, max(0, len(commits) - self.most), None)
         content = "".join(
             f"{one.hash} {','.join(one.branches)} {','.join(one.merged_heads)}\n" for one in newest

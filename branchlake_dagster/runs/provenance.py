@@ -199,9 +199,9 @@ class RunningStep:
 
 
 def find_running_step() -> RunningStep:
-    """Find the step that Dagster executes in this thread.
+    """Return the step that Dagster executes in this thread.
 
-    Threads that user code started have no known step.
+    In a thread that user code started, `key` and `is_serializable` of the result are None.
     """
     context = get_running_context()
     if context is None:

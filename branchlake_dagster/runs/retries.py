@@ -85,7 +85,12 @@ def inherit_parent_branch(
 def _find_parent_location(
     client: NessieClient, instance: DagsterInstance, run: DagsterRun
 ) -> RunLocation | None:
-    """Find the location of the nearest ancestor that opened a branch, through retries only."""
+    """Find the branch and base hash of the nearest earlier run in the chain of retries.
+
+    The search goes from parent to parent and ends at a run that is not a retry. Returns None if none of these
+    runs opened a branch. Raises RetryNeedsFullRun if a parent is unknown, was published, or waits for its
+    verdict.
+    """
     parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
     if parent is None:
         raise RetryNeedsFullRun("Dagster does not know the run's parent.", run_id=run.run_id, hint=_HINT)

@@ -245,8 +245,8 @@ def _as_literal(value: int | str, kind: DataType) -> str:
 def _within_assertion(bounds: _KeyBounds) -> Column:
     """Return a filter that fails the job for a row outside of the bounds.
 
-    Such a row means that Spark computed the frame twice with different results: known keys could be added
-    again.
+    Such a row shows that Spark computed the frame twice with different results. Without the failure, rows
+    whose keys are already in the table could be added a second time.
     """
     # Spark moves a filter below everything that does not compute its columns, so that it would see rows that
     # the frame leaves out. The number of copies is computed last.

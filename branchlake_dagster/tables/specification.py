@@ -212,7 +212,11 @@ def format_table_name(identifier: Sequence[str]) -> str:
 def parse_table_spec(
     asset_key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
 ) -> TableSpec:
-    """Parse the spec of an asset from its metadata. Raises ConfigurationError if the metadata is invalid."""
+    """Build the table spec of an asset from its key and metadata.
+
+    A key of one part goes to `default_namespace`. `partitioned` is whether the asset has partitions. Raises
+    ConfigurationError if the metadata or a part of the key is invalid.
+    """
     identifier = table_identifier(asset_key, default_namespace)
     table_name = format_table_name(identifier)
     expression = unwrap_metadata(metadata.get(PARTITION_EXPR))

@@ -500,7 +500,10 @@ def _describe_change(change: DiffEntry) -> str:
 
 
 def _renamed_keys(changes: Collection[DiffEntry]) -> set[ContentKey]:
-    """Return the old and new keys of contents that a commit renamed."""
+    """Return one set with the old and the new key of each content that a commit renamed.
+
+    A content is renamed if its id disappears under one key and appears under another.
+    """
     old_ids = {
         entry.from_content.content_id for entry in changes if entry.from_content and not entry.to_content
     }
