@@ -194,8 +194,14 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         .then(pl.col("received_at") + pl.duration(milliseconds=5))
         .otherwise("sensor_timestamp"),
     )
+    radar = radar.with_columns(
+        nth(9, pl.lit(1e-322), "range_m"),
+        nth(10, pl.lit(1e-200), "sigma_range_m"),
+        nth(11, pl.lit(2.0), "el_rad"),
+    )
     isl = (
         isl.with_columns(nth(0, pl.col("x_m") * 0.1, "x_m"), nth(1, pl.lit(3e8), "vx_m_s"))
+        .with_columns(nth(2, pl.lit(1e161), "x_m"))
         .with_columns(nth(0, pl.col("y_m") * 0.1, "y_m"))
         .with_columns(nth(0, pl.col("z_m") * 0.1, "z_m"))
         .with_columns(
@@ -225,11 +231,15 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         "radar 6": "impossible_range",
         "radar 7": "below_horizon",
         "radar 8": "implausible_uncertainty",
+        "radar 9": "impossible_range",
+        "radar 10": "implausible_uncertainty",
+        "radar 11": "impossible_direction",
+        "isl 2": "impossible_position",
         "isl 0": "below_surface",
         "isl 1": "faster_than_light",
     }
     assert {*told.values()} == {*REJECTION_REASONS}
-    assert build_observations(found, data_mode="REAL").count() == 6 + 2 + 3
+    assert build_observations(found, data_mode="REAL").count() == 3 + 2 + 2
 
 
 def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue):

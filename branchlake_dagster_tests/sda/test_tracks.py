@@ -1,6 +1,7 @@
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from branchlake_dagster.sda.estimation.arrow import (
@@ -163,6 +164,18 @@ def test_an_undetermined_object_gets_no_track(catalogue, native):
         timestamp_ns=pl.col("timestamp_ns") + pl.int_range(4) * 100_000_000
     )
     assert fuse(burst, catalogue).num_rows == 0
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 1e-100])
+def test_an_uncertainty_that_overflows_harms_no_other_object(catalogue, native, sigma):
+    optical = native.filter(pl.col("source_kind") == "optical")
+    one = optical["sat_no"][0]
+    expected = fuse(native.filter(pl.col("sat_no") != one), catalogue)
+    is_broken = (pl.col("sat_no") == one) & (pl.col("source_kind") == "optical")
+    broken = native.with_columns(sigma_arcsec=pl.when(is_broken).then(sigma).otherwise("sigma_arcsec"))
+    tracks = fuse(broken, catalogue)
+    others = tracks.filter(pc.field("sat_no") != one)
+    assert others.column("sat_no").equals(expected.column("sat_no"))
 
 
 def test_no_observations_give_no_batches():

@@ -40,7 +40,7 @@ from branchlake_dagster.sda.association.predictions import (
 from branchlake_dagster.sda.association.rules import AssociationRules
 from branchlake_dagster.sda.estimation.batch import Observations
 from branchlake_dagster.sda.orbits.frames import Floats
-from branchlake_dagster.sda.sensors.models import MeasurementModel
+from branchlake_dagster.sda.sensors.models import MAX_RANGE_KM, MeasurementModel
 
 _BATCH_PAIRS = 100_000
 _NO_NUMBER = -1
@@ -151,9 +151,13 @@ def associate(
 
 
 def _has_all_values(measured: Observations, widths: Rows) -> npt.NDArray[np.bool_]:
-    """Return which observations (n,) have all values of their kind, with positive uncertainties."""
+    """Return which observations (n,) have all values of their kind, with positive uncertainties.
+
+    Positions beyond `MAX_RANGE_KM` do not count as values: the search for neighbors would overflow.
+    """
     is_used = np.arange(measured.values.shape[1]) < widths[:, None]
-    is_valid = np.isfinite(measured.values) & np.isfinite(measured.sigma) & (measured.sigma > 0)
+    is_valid = np.abs(measured.values) < MAX_RANGE_KM
+    is_valid &= np.isfinite(measured.sigma) & (measured.sigma > 0)
     return np.asarray((is_valid | ~is_used).all(axis=1))
 
 

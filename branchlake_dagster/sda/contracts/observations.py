@@ -16,15 +16,16 @@ from branchlake_dagster.sda.contracts.fields import (
     must,
     window,
 )
+from branchlake_dagster.sda.sensors.models import MAX_RANGE_KM
 
-MAX_RANGE_KM = 500_000.0
-"""The largest accepted distance from a sensor: farther than the Moon."""
 REJECTION_REASONS = (
     "before_first_window",
     "time_beyond_skew",
     "impossible_range_rate",
     "impossible_range",
     "below_horizon",
+    "impossible_direction",
+    "impossible_position",
     "implausible_uncertainty",
     "below_surface",
     "faster_than_light",

@@ -41,6 +41,8 @@ A less accurate estimate is worse than the element set.
 MAX_SHIFT_S = 120.0
 """The largest time by which the reference is shifted along the track."""
 
+_SMALLEST_SIGMA = 1e-15
+"""The smallest standard deviation that is used, in km, km/s or rad: squares of much smaller ones overflow."""
 _RCOND = 1e-12
 
 
@@ -152,10 +154,11 @@ class _Solver:
         self.parameter_sigma = parameter_sigma
         self.has_prior = np.asarray(np.isfinite(parameter_sigma).all(axis=1))
         self.is_usable = np.asarray(reference.valid.all(axis=1))
-        self.is_observed = self.is_usable[observations.row]
-        self.is_used = self.is_observed
         self.widths = observations.widths
         has_value = np.arange(MAX_WIDTH) < self.widths[:, None]
+        has_sigma = ((observations.sigma >= _SMALLEST_SIGMA) | ~has_value).all(axis=1)
+        self.is_observed = self.is_usable[observations.row] & has_sigma
+        self.is_used = self.is_observed
         self.weight = np.where(
             has_value & self.is_observed[:, None], 1 / np.where(has_value, observations.sigma, 1.0), 0.0
         )
@@ -302,9 +305,11 @@ def _invert(normal: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
 
     The matrices are first scaled to a unit diagonal: positions and velocities differ by three orders of
     magnitude, which would look like ill-conditioning. Inverses of undetermined matrices are zero.
+    A matrix with a value that is not finite is undetermined.
     """
     diagonal = np.diagonal(normal, axis1=1, axis2=2)
-    alive: npt.NDArray[np.bool_] = np.asarray((diagonal > 0).all(axis=1))
+    is_finite = np.isfinite(normal).all(axis=(1, 2))
+    alive: npt.NDArray[np.bool_] = np.asarray(is_finite & (diagonal > 0).all(axis=1))
     scale = 1 / np.sqrt(np.where(alive[:, None], diagonal, 1.0))
     scaled = np.where(alive[:, None, None], normal * scale[:, :, None] * scale[:, None, :], np.eye(6))
     spectrum = np.linalg.eigvalsh(scaled)

@@ -16,11 +16,10 @@ from functools import reduce
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.sda.contracts.observations import MAX_RANGE_KM
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.partitions import FIRST_WINDOW
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
-from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS
+from branchlake_dagster.sda.sensors.models import MAX_RANGE_KM, MEASUREMENT_COLUMNS
 from branchlake_dagster.sda.uuid_sql import uuid5_digest_sql, uuid5_from_digest_sql
 from branchlake_dagster.sda.wire.links import LIGHT_M_S
 from branchlake_dagster.sda.wire.radar import FASTEST_M_S
@@ -40,6 +39,13 @@ MAX_CLOCK_ERROR_S = 600.0
 RECEIPT_RESOLUTION_S = 0.001
 """The resolution of times of receipt, s. They are rounded down, so a measurement may be this much later."""
 
+SMALLEST_UNCERTAINTY = 1e-12
+"""The smallest accepted standard deviation, in km, km/s or degrees: a nanometer, or 4 nanoarcseconds.
+
+No sensor is that precise, and the squares of much smaller numbers overflow when tracks are estimated.
+"""
+_UNCERTAINTIES = [name for name in MEASUREMENT_COLUMNS if "_unc" in name]
+
 _FIRST_INSTANT = datetime.strptime(FIRST_WINDOW, "%Y-%m-%d-%H:%M").replace(tzinfo=UTC)
 _REJECTION = f"""
     CASE
@@ -47,10 +53,17 @@ _REJECTION = f"""
       WHEN unix_micros(sensor_timestamp)
         > unix_micros(received_at) + 1e6D * (max_skew_s + {RECEIPT_RESOLUTION_S}) THEN 'time_beyond_skew'
       WHEN abs(range_rate_km_s) > {FASTEST_M_S / 1e3} THEN 'impossible_range_rate'
-      WHEN range_km >= {MAX_RANGE_KM} THEN 'impossible_range'
+      WHEN range_km <= 0 OR range_km >= {MAX_RANGE_KM} THEN 'impossible_range'
       WHEN elevation_deg < 0 THEN 'below_horizon'
+      WHEN elevation_deg > 90 OR declination_deg NOT BETWEEN -90 AND 90
+        OR azimuth_deg NOT BETWEEN 0 AND 360 OR ra_deg NOT BETWEEN 0 AND 360
+        THEN 'impossible_direction'
+      WHEN abs(pos_x_km) >= {MAX_RANGE_KM} OR abs(pos_y_km) >= {MAX_RANGE_KM}
+        OR abs(pos_z_km) >= {MAX_RANGE_KM}
+        THEN 'impossible_position'
       WHEN range_unc_km > 100 OR range_rate_unc_km_s > 10 OR elevation_unc_deg > 1
         OR declination_unc_deg > 1 OR position_unc_km > 1000 OR velocity_unc_km_s > 10
+        OR least({", ".join(_UNCERTAINTIES)}) < {SMALLEST_UNCERTAINTY}
         OR max_skew_s > {MAX_CLOCK_ERROR_S}
         THEN 'implausible_uncertainty'
       WHEN pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < {EARTH_RADIUS_KM**2}
@@ -117,8 +130,9 @@ def identify_measurements(
 ) -> DataFrame:
     """Unite raw measurements, and add to each an `observation_id`, and a `reason` if it is rejected.
 
-    Measurements with the same id become one row: the first one received that is not rejected, or the first
-    one if all are rejected. The other columns are those of `to_envelope`.
+    Measurements with the same id become one row: the first one that is rejected as `time_beyond_skew`, else
+    the first one received that is not rejected, else the first one. The other columns are those of
+    `to_envelope`.
 
     Args:
         raw_by_kind: Rows of the raw tables by source kind. A frame without columns means that the table does
@@ -139,8 +153,10 @@ def identify_measurements(
     identified = named.withColumn("observation_id", F.expr(uuid5_from_digest_sql("name_digest"))).withColumn(
         "reason", F.expr(_REJECTION)
     )
+    # The first copy shows how far a clock is ahead. A copy that arrives much later looks punctual.
+    rank = F.when(F.col("reason") == "time_beyond_skew", 0).when(F.col("reason").isNull(), 1).otherwise(2)
     first = Window.partitionBy("observation_id").orderBy(
-        F.col("reason").isNotNull(), "received_at", "topic_partition", "topic_offset"
+        rank, "received_at", "topic_partition", "topic_offset"
     )
     return identified.withColumn("copy", F.row_number().over(first)).where("copy = 1").drop("copy")
 

@@ -80,6 +80,8 @@ _TOGETHER = (
     ("pos_x_km", "pos_y_km", "pos_z_km"),
     ("vel_x_km_s", "vel_y_km_s", "vel_z_km_s"),
 )
+MAX_RANGE_KM = 500_000.0
+"""The largest accepted distance from a sensor, and coordinate of a position: farther than the Moon."""
 MAX_WIDTH = max(len(quantities) for quantities in GEOMETRIES.values())
 
 

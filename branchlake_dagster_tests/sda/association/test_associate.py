@@ -235,3 +235,15 @@ def test_an_observation_without_an_uncertainty_harms_no_other():
         expected = [("confirmed", 101)] * 6
         expected[2] = ("uncorrelated", None)
         assert results(associated(catalog_of(orbit), broken)) == expected
+
+
+def test_a_position_that_overflows_harms_no_other():
+    """A damaged exponent makes a coordinate that is finite, but whose square is not."""
+    orbit = overhead(60)
+    rows = observe("isl", orbit, TRACK, "t", noise=1.0, seed=1)
+    broken = rows.with_columns(
+        pos_x_km=pl.when(pl.int_range(pl.len()) == 2).then(1e161).otherwise("pos_x_km")
+    )
+    expected = [("confirmed", 101)] * 6
+    expected[2] = ("uncorrelated", None)
+    assert results(associated(catalog_of(orbit), broken)) == expected
