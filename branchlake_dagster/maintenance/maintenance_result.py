@@ -53,7 +53,11 @@ class MaintenanceResult:
 
     @property
     def failures(self) -> Mapping[MaintenancePart, bool]:
-        """For each part that ran: whether it, or one of its tables or files, failed."""
+        """For each part that ran: whether it, or one of its tables or files, failed.
+
+        A collection also failed if it deleted nothing because a metadata file is missing or damaged, or if
+        the journal of a plan does not match.
+        """
         failures = dict.fromkeys(self.errors, True)
         if self.compaction is not None:
             failures[MaintenancePart.COMPACTION] = bool(self.compaction.errors)
@@ -63,7 +67,12 @@ class MaintenanceResult:
                 MaintenancePart.EXPIRY in self.errors or bool(self.expiry.errors) or has_failed_manifests
             )
         if self.collection is not None:
-            failures[MaintenancePart.COLLECTION] = any(one.failed for one in self.collection.executed)
+            executed = self.collection.executed
+            failures[MaintenancePart.COLLECTION] = (
+                bool(self.collection.plan.metrics.unreadable_states)
+                or any(one.state == "damaged" for one in executed)
+                or any(one.failed for one in executed)
+            )
         return failures
 
     @property

@@ -197,8 +197,8 @@ class LakeReader:
 
         For `branch`, `run` and `at` see `find_state`. Until the block ends, and at most for `hours` (up to
         168), no discard, expiry or collection deletes a file of the state. Spark, Trino and other readers
-        can use the tag as well. It is deleted at the end of the block; if this process is killed, by the
-        next reader or collection after its end. Costs three requests to Nessie.
+        can use the tag as well. It is deleted at the end of the block; if this process is killed, by a
+        collection after its end. Costs three requests to Nessie.
 
         A state that nothing else keeps any more may lose its files while the tag is created; then reading
         raises MomentExpired. Raises NoSuchState, and ConfigurationError for other `hours`.

@@ -67,7 +67,10 @@ class MonitorReport:
 
 
 def parse_topic_counts(metrics_text: str) -> dict[str, TopicCounts]:
-    """Parse the text of `/metrics` to counts by topic. Other samples are ignored."""
+    """Parse the text of `/metrics` to counts by topic. Other samples are ignored.
+
+    Raises ValueError or OverflowError for a count that is not a finite number.
+    """
     counts_by_topic: dict[str, TopicCounts] = {}
     for line in metrics_text.splitlines():
         sample = _SAMPLE.fullmatch(line)
@@ -125,7 +128,11 @@ def _scrape_monitor(monitor: str) -> MonitorReport:
         state, reasons = str(health["state"]), tuple(map(str, health.get("reasons", ())))
     except (requests.RequestException, KeyError, TypeError, AttributeError):
         state, reasons = "unknown", ()
-    return MonitorReport(monitor, parse_topic_counts(metrics.text), state, reasons)
+    try:
+        counts = parse_topic_counts(metrics.text)
+    except (ValueError, OverflowError):
+        return MonitorReport(monitor, {}, "unknown", ("its metrics cannot be read",))
+    return MonitorReport(monitor, counts, state, reasons)
 
 
 _METRIC_PREFIX = "branchlake_receiver"

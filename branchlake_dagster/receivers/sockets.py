@@ -227,7 +227,7 @@ def count_kernel_drops(inode: int, tables: tuple[str, ...] = ("/proc/net/udp", "
 
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 64 * 1024
-_LAST_READ_S, _ENDING_S = 0.1, 1.5
+_LAST_STREAM_READ_S, _ENDING_S = 0.1, 1.5
 _STALLED_S = 0.5
 """A timer that fires later than this shows that the process did not get CPU time or memory."""
 
@@ -387,7 +387,7 @@ class _TcpConnection:
         """Let `read` end when no more bytes arrive immediately."""
         self._finishing = True
         if self._waiting is not None:
-            self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_READ_S)
+            self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_STREAM_READ_S)
 
     async def read(self, put_frames: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
         """Pass frames to `put_frames` until the connection ends. Return the reason of its end."""
@@ -398,7 +398,7 @@ class _TcpConnection:
             if self._data:
                 timeout_s = min(timeout_s, max(0.0, frame_started + self._config.frame_s - loop.time()))
             if self._finishing:
-                timeout_s = 0.0 if is_last_read else _LAST_READ_S
+                timeout_s = 0.0 if is_last_read else _LAST_STREAM_READ_S
             due = loop.time() + timeout_s
             try:
                 async with asyncio.timeout(timeout_s) as self._waiting:

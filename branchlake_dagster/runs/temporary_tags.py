@@ -2,12 +2,13 @@
 
 Every tag keeps the files of its commit, whatever the tag's name. The name of a temporary tag is
 `{prefix}{end}-{UUID}`, with its end in UTC, because Nessie stores nothing else about a tag. A killed process
-leaves its tag behind. The next process that creates such a tag and every collection of files delete tags
-whose end has passed.
+leaves its tag behind. A collection of files deletes tags whose end has passed; it takes the slowest of
+several clocks. Readers delete only their own tags, because the clock of their machine may be wrong.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.errors import NessieConflict, NessieError, ReferenceNotFound
 from branchlake_dagster.runs.branch_owner import UUID_PATTERN
 from branchlake_dagster.stored_names import ReferencePrefix
 
+_logger = logging.getLogger(__name__)
 _CLOCK_TOLERANCE = timedelta(minutes=10)
 """How far the clock of the process that deletes a tag may be ahead of the clock that its end is from."""
 _END_FORMAT = "%Y%m%dT%H%M%SZ"
@@ -45,16 +47,20 @@ def keep_commit(
     """Keep all files of a commit while the body runs, at most for `lifetime`. Yields the name of the tag.
 
     `prefix` is `ReferencePrefix.UNDROP` or `READING`, and `from_ref` a reference that leads to the commit.
-    Raises ReferenceNotFound if it does not.
+    Raises ReferenceNotFound if it does not. If the tag cannot be deleted afterwards, this is logged and is no
+    error, because the tag ends by itself.
     """
-    remove_ended_tags(client, now())
     name = f"{prefix}{now() + lifetime:{_END_FORMAT}}-{uuid.uuid4()}"
     tag = client.create_tag(name, from_ref=from_ref, from_hash=commit_hash)
     try:
         yield name
     finally:
-        with suppress(ReferenceNotFound):
+        try:
             client.delete_tag(name, expected_hash=tag.hash)
+        except ReferenceNotFound:
+            pass
+        except NessieError as error:
+            _logger.warning("The tag %s was not deleted. It stays until its end. %s", name, error)
 
 
 def remove_ended_tags(client: NessieClient, now: datetime) -> list[str]:

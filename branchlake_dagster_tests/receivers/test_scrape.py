@@ -70,3 +70,21 @@ def test_counts_are_reported_even_if_the_health_is_unknown(monkeypatch: pytest.M
     monkeypatch.setattr(requests, "get", get)
     (one,) = scrape_monitors(["http://here"])
     assert (one.state, one.silent, one.counts["t"].received) == ("unknown", False, 3)
+
+
+@pytest.mark.parametrize("number", ["1.2.3", "1e999"])
+def test_a_monitor_whose_numbers_cannot_be_read_is_reported(
+    number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answer:
+        text = f'branchlake_receiver_records_received_total{{topic="t"}} {number}'
+
+        def raise_for_status(self) -> None:
+            pass
+
+        def json(self) -> dict[str, str]:
+            return {"state": "ready"}
+
+    monkeypatch.setattr(requests, "get", lambda *_, **__: Answer())
+    (report,) = scrape_monitors(["http://127.0.0.1:9464"])
+    assert (report.state, report.counts, len(report.reasons)) == ("unknown", {}, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.runs.temporary_tags import find_tag_end, keep_commit, remove_ended_tags
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.suite import memory
@@ -89,12 +89,38 @@ def test_tags_are_deleted_after_their_end_with_room_for_a_clock_that_is_ahead(
     assert tags(client) == [later]
 
 
-def test_the_next_tag_deletes_those_that_ended(client: NessieClient, commit: str) -> None:
-    keep(client, commit)
+def test_a_reader_deletes_no_tag_of_another(client: NessieClient, commit: str) -> None:
+    """Its clock may be days ahead."""
+    other = keep(client, commit)
     with keep_commit(
-        client, ReferencePrefix.READING, commit, from_ref=MAIN, lifetime=HOUR, now=lambda: NOW + 2 * HOUR
+        client, ReferencePrefix.READING, commit, from_ref=MAIN, lifetime=HOUR, now=lambda: NOW + 99 * HOUR
     ) as name:
-        assert tags(client) == [name]
+        assert tags(client) == sorted([name, other])
+
+
+@pytest.mark.parametrize("error", [NessieUnavailable("down"), NessieConflict("moved")])
+def test_a_tag_that_cannot_be_deleted_is_no_error(
+    client: NessieClient,
+    commit: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """It ends by itself, and the body's own result or error must not be lost."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        with keep_commit(client, ReferencePrefix.READING, commit, from_ref=MAIN, lifetime=HOUR) as name:
+            patch.setattr(client, "delete_tag", fail)
+        with (
+            pytest.raises(ZeroDivisionError),
+            keep_commit(client, ReferencePrefix.READING, commit, from_ref=MAIN, lifetime=HOUR),
+        ):
+            raise ZeroDivisionError
+    assert name in caplog.text
+    assert name in tags(client)
 
 
 @pytest.mark.parametrize(

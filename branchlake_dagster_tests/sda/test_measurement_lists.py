@@ -27,6 +27,7 @@ from branchlake_dagster.sda.commands.measurement_list import (
     MeasurementFilter,
     find_newest_hour,
     read_tracks,
+    with_position_sigma,
 )
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
@@ -56,7 +57,7 @@ TRACKS: dict[str, Any] = {
     "window_start": TIME,
     "sat_no": pl.Int64,
     "epoch": TIME,
-    **dict.fromkeys(("cx_x", "cy_y", "cz_z"), pl.Float64),
+    **dict.fromkeys(("cx_x", "cy_y", "cz_z", "chi2_per_dof", "position_sigma_km"), pl.Float64),
     "n_radar": pl.Int64,
     "n_optical": pl.Int64,
 }
@@ -193,13 +194,15 @@ def test_tracks(lakehouse: Lakehouse, run: Callable[..., Result]) -> None:
             "cx_x": 4.0,
             "cy_y": 4.0,
             "cz_z": 1.0,
+            "chi2_per_dof": 9.0,
+            "position_sigma_km": 9.0,
             "n_radar": radar,
             "n_optical": optical,
         }
 
     publish(lakehouse, TRACK_TABLE, [track(5, 0), track(6, 0, 0, 4), track(5, -1), track(6, -30)], TRACKS)
     assert names(run("tracks", "--json"), "sat_no") == [5, 6]
-    assert names(run("tracks", "--json"), "position_sigma_km") == [3.0, 3.0]
+    assert names(run("tracks", "--json"), "position_sigma_km") == [9.0, 9.0]
     hours = ("--since", "2026-08-11T11:00", "--until", "2026-08-11T13:00")
     assert names(run("tracks", "--json", *hours), "sat_no") == [5, 5, 6]
     assert names(run("tracks", "--json", *hours, "--object", "5"), "epoch") == [
@@ -208,7 +211,7 @@ def test_tracks(lakehouse: Lakehouse, run: Callable[..., Result]) -> None:
     ]
     assert names(run("tracks", "--json", "--kind", "optical"), "sat_no") == [6]
     assert names(run("tracks", "--json", "--limit", "1"), "sat_no") == [5]
-    assert "3.000" in run("tracks").stdout
+    assert "9.000" in run("tracks").stdout
     assert len(run("tracks", "--csv", *hours).stdout.splitlines()) == 4
     reader = LakeReader(lakehouse)
     for column, options in (
@@ -242,3 +245,16 @@ def test_only_the_hours_are_read(lakehouse: Lakehouse, run: Callable[..., Result
     assert files() == 1
     assert files(since=NOON + timedelta(hours=3)) == 2
     assert files(since=NOON + timedelta(hours=1), until=NOON + timedelta(hours=3)) == 2
+
+
+@pytest.mark.parametrize(("chi2_per_dof", "expected"), [(9.0, 9.0), (0.25, 3.0)])
+def test_tracks_without_their_uncertainty_get_that_of_the_table(chi2_per_dof: float, expected: float) -> None:
+    tracks = pl.DataFrame({"cx_x": [4.0], "cy_y": [4.0], "cz_z": [1.0], "chi2_per_dof": [chi2_per_dof]})
+    assert with_position_sigma(tracks)["position_sigma_km"].to_list() == [expected]
+
+
+def test_times_of_the_options_are_in_utc(run: Callable[..., Result]) -> None:
+    assert "from 2026-08-11 10:00:00 UTC" in run("tracks", "--since", "2026-08-11T12:00+02:00").output
+    for value in ("0001-01-01T00:30", "2262-01-01", "soon"):
+        run("tracks", "--since", value, code=2)
+    run("tracks", "--since", "2026-08-11T12:00+01:00:30")

@@ -29,7 +29,7 @@ from branchlake_dagster.history.change import (
 from branchlake_dagster.history.rows import ORDINAL, SNAPSHOT, RowReader
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.query.connection import LakeReader
-from branchlake_dagster.query.reference import NoSuchState
+from branchlake_dagster.query.reference import MomentExpired, NoSuchState
 from branchlake_dagster.sda.alerts.entry_names import ALERT_TABLE
 from branchlake_dagster.sda.alerts.log_entries import (
     IDENTITY,
@@ -78,10 +78,13 @@ class AlertReader:
     def load_table(self, *, at: datetime | None = None) -> Table | None:
         """Load the log's table from `main` as it is now, or as it was at a time.
 
-        None if the table does not exist, or did not exist then.
+        None if the table does not exist, or did not exist then. Raises MomentExpired if the state of that
+        time was deleted for its age.
         """
         try:
             return LakeReader(self._lake).table(self._table, at=at)
+        except MomentExpired:
+            raise
         except (NoSuchTableError, NoSuchState):
             return None
 

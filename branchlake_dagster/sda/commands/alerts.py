@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ _ROWS = 50
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.05),
+    type=click.FloatRange(min=0.05, max=86_400),
     default=1.0,
     show_default=True,
     help="With --follow: seconds between two looks.",
@@ -93,6 +94,10 @@ def alerts(
         raise click.UsageError("--once and --restart belong to --follow.")
     if acknowledged_id is not None and (listing_options or as_json or since):
         raise click.UsageError("--ack takes only --subscriber and --note.")
+    if not math.isfinite(interval_s):
+        raise click.UsageError("--interval takes a number of seconds.")
+    if note is not None and not note.isprintable():
+        raise click.UsageError("--note takes one line of printable text.")
     if acknowledged_id is None and note is not None:
         raise click.UsageError("--note belongs to --ack.")
     if as_json and as_csv:

@@ -226,8 +226,14 @@ def _require_column(table: Table, name: str) -> str:
 
 
 def with_position_sigma(tracks: pl.DataFrame) -> pl.DataFrame:
-    """Add ``position_sigma_km``, the square root of the sum of the three position variances."""
-    variance = pl.col("cx_x") + pl.col("cy_y") + pl.col("cz_z")
+    """Return the tracks with ``position_sigma_km``, one standard deviation of the position, km.
+
+    Tables of earlier versions lack the column. It is computed as for the table: the square root of the sum of
+    the three variances, enlarged if the residuals are larger than the stated noise.
+    """
+    if "position_sigma_km" in tracks.columns:
+        return tracks
+    variance = (pl.col("cx_x") + pl.col("cy_y") + pl.col("cz_z")) * pl.max_horizontal("chi2_per_dof", 1.0)
     return tracks.with_columns(variance.sqrt().alias("position_sigma_km"))
 
 

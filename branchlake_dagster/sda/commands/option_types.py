@@ -9,14 +9,16 @@ import click
 
 
 class Moment(click.ParamType[datetime]):
-    """An option with a time in ISO 8601. A time without a zone is in UTC."""
+    """An option with a time in ISO 8601, from 1957 to 2262. A time without a zone is in UTC."""
 
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """Return the time with its time zone."""
+        """Return the time in UTC."""
         try:
             moment = datetime.fromisoformat(str(value))
         except ValueError:
             self.fail(f"{value!r} is not a time: write it as 2026-11-20T12:00.", param, ctx)
-        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        if not 1957 <= moment.year < 2262:  # from the first satellite to the end of 64-bit nanoseconds
+            self.fail(f"{value!r} is not a time between 1957 and 2262.", param, ctx)
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
