@@ -87,8 +87,10 @@ def collect_evidence(
 ) -> RunEvidence:
     """Read the check, materialization and input events of the runs that worked on one branch.
 
-    `runs` are in order, oldest first. A later event of the same check or asset replaces an earlier one. The
-    work has succeeded if the last run has. Costs one query to Dagster's event log per run and 1,000 events.
+    `runs` are in order, oldest first, and not empty. A later event of the same check or partition replaces an
+    earlier one. The evidence counts as succeeded if the last run has succeeded. `write_set` has the dotted
+    names of the tables that the branch changed. `require_checks` is the default for assets that do not
+    declare it. Costs one query to Dagster's event log per run and 1,000 events.
     """
     planned_checks: set[tuple[CheckName, str | None]] = set()
     evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
@@ -197,7 +199,7 @@ def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> se
 
 
 def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
-    """Return the strings of a JSON list in an event's metadata."""
+    """Return the strings of a JSON list in an event's metadata; empty if the metadata does not have it."""
     value = _event_metadata(event).get(name)
     return set() if value is None else set(json.loads(str(value.value)))
 
@@ -254,8 +256,9 @@ NO_TABLE_CHANGED = "the run did not change any table"
 class AssessedRun:
     """A finished run with the gate's decision. `branch` is at the hash that was judged.
 
-    `reason` says why the run is not published; None if the verdict explains it or the run may be published.
-    `start_time` is in seconds of the assessor's clock.
+    `candidate` is what the publisher gets; None if the run may not be published. `reason` says why the run is
+    not published; None if the verdict explains it or the run may be published. `state` is the state that the
+    run will have if the publisher accepts the candidate. `start_time` is in seconds of the assessor's clock.
     """
 
     run: DagsterRun
@@ -273,7 +276,7 @@ class AssessedRun:
     """Whether a publisher had claimed the branch before."""
 
     def to_outcome(self, state: RunState, detail: str, **fields: Any) -> Outcome:
-        """Return an outcome of this run with its verdict, and with other `fields` of `Outcome`."""
+        """Return an outcome of this run with its verdict. `fields` are further fields of `Outcome`."""
         return Outcome(self.branch.name, self.run.run_id, state, detail, self.verdict, **fields)
 
 
@@ -312,9 +315,10 @@ class Assessor:
         """Return the assessed run, or an outcome if the branch needs no verdict in this pass.
 
         An outcome is returned if the run was judged before, if its base is unknown, or if another publisher
-        has finished the branch. Set `all_steps_succeeded` when the run itself calls this at its end: Dagster
-        does not show it as finished yet, but all its steps have succeeded. The branch of a successful run is
-        claimed first.
+        has finished the branch. A run that was published before is judged again if `main` has lost its
+        publication. Set `all_steps_succeeded` when the run itself calls this at its end: Dagster does not
+        show it as finished yet. The branch of a successful run is claimed before it is judged. Raises
+        ReferenceNotFound if the branch exists but its base commit does not.
         """
         start_time = self._clock()
         try:
@@ -364,7 +368,8 @@ class Assessor:
     def _finish_judged(self, run: DagsterRun, branch: Reference) -> Outcome:
         """Finish a branch whose verdict was already reported.
 
-        It still exists because its deletion was interrupted, or because it is kept for debugging.
+        It still exists because its deletion was interrupted, or because it is kept for debugging. In the
+        second case it stays, and the outcome is KEPT; otherwise it is deleted now.
         """
         if publication := find_publication(run.tags, branch.name):
             end_branch_and_claim(self._client, branch, keep_data=True)
@@ -452,7 +457,11 @@ class Assessor:
     def _find_changed_columns(
         self, changes: Sequence[DiffEntry], frozen_tables: frozenset[str]
     ) -> dict[str, tuple[str, ...]]:
-        """Return the columns that a run changed, by table. Reads two metadata files per frozen table."""
+        """Return the names of the columns that a run changed, by the dotted name of a frozen table.
+
+        Tables with the same columns before and after are left out, as are new and dropped tables. Reads two
+        metadata files per changed frozen table.
+        """
         changed_columns: dict[str, tuple[str, ...]] = {}
         for entry in changes:
             before, after = entry.from_content, entry.to_content
@@ -480,7 +489,7 @@ class Assessor:
         evidence: RunEvidence,
         runs: Sequence[DagsterRun],
     ) -> str | None:
-        """Return why the branch is not exactly what its runs wrote; None if it is.
+        """Return why the branch contains more or less than its runs wrote, as a clause; None if it does not.
 
         Costs one request to Nessie, and reads of metadata files only for commits by Spark.
         """

@@ -1,4 +1,4 @@
-"""Dropping and renaming columns by command: a publication of its own, without a Dagster run."""
+"""Drops and renames columns by command. Each command is a publication of its own, without a Dagster run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from branchlake_dagster.tables.specification import format_table_name
 from branchlake_dagster.wording import format_names
 
 BY_COMMAND = "by command"
-"""The verdict in the ledger: a person changed the columns, and no check ran."""
+"""The verdict that the ledger records for a column change by command: no check ran."""
 
 
 class ColumnChangeRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Columns cannot be dropped or renamed; `main` is unchanged. `columns` names the columns that cannot."""
+    """Columns cannot be dropped or renamed; `main` is unchanged. `columns` are the names of these columns."""
 
     def __init__(self, message: str, *, columns: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
@@ -40,7 +40,7 @@ class ColumnChangeRefused(BranchlakeError, Terminal):  # noqa: N818 - named like
 
 @dataclass(frozen=True)
 class ColumnChange:
-    """Top-level columns to drop, or one column to rename to `new_name`."""
+    """Top-level columns of table `identifier` to drop, or one column to rename to `new_name`."""
 
     identifier: tuple[str, ...]
     columns: tuple[str, ...]
@@ -55,10 +55,11 @@ class ColumnChange:
 def validate_column_change(
     change: ColumnChange, metadata: TableMetadata, required_columns: Iterable[str] = ()
 ) -> None:
-    """Raise ColumnChangeRefused if the table needs one of the columns, or the new name cannot be used.
+    """Raise ColumnChangeRefused if the columns cannot be dropped or renamed.
 
-    `required_columns` are the key and partition columns that the table's asset declares. Reads nothing else
-    than its arguments.
+    This is so if a column does not exist, if the table or its asset needs a column, if no column would
+    remain, or if the new name is empty or in use. `required_columns` are the key and partition columns that
+    the table's asset declares. Reads no file.
     """
     column_names = [field.name for field in metadata.schema().fields]
     if missing_columns := tuple(column for column in change.columns if column not in column_names):
@@ -100,7 +101,7 @@ def validate_column_change(
 
 
 def _iter_required_columns(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
-    """Yield each column that the table itself needs, with the feature that needs it."""
+    """Yield (top-level column, reason) for each column that the table needs, such as for its sort order."""
     schema = metadata.schema()
     top_level_names = {inner: field.name for field in schema.fields for inner in _iter_field_ids(field)}
     fields = [field for spec in metadata.partition_specs for field in spec.fields]

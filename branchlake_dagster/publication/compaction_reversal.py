@@ -23,8 +23,10 @@ from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind
 def reverse_compactions(run_change: TableChange, main_change: TableChange) -> TableChange:
     """Return `run_change`, preceded by steps that restore files which `main` has compacted.
 
-    Only groups are restored of which the run removes a file. A compaction of compacted files is reversed
-    first. Groups whose rows are not provably the same stay compacted, so that the run is refused.
+    The old files of a partition are restored if the run removes one of them and the compaction provably kept
+    their rows (`has_same_rows`). Otherwise the partition stays compacted, so the run is refused. If `main`
+    compacted files twice, the later compaction is reversed first. Returns `run_change` itself if nothing is
+    restored.
     """
     reversals: list[SnapshotChange] = []
     for number, main_step in enumerate(main_change.steps):
@@ -54,10 +56,10 @@ def reverse_compactions(run_change: TableChange, main_change: TableChange) -> Ta
 
 
 def drop_reversed_compactions(steps: Sequence[SnapshotChange]) -> tuple[SnapshotChange, ...]:
-    """Leave out the files of compactions that a later step reversed, on both sides.
+    """Return the steps without the files of partitions that one step compacted and a later step restored.
 
-    Between them no step can have changed the compacted files: the reversal would have been refused. The steps
-    stay, so that their snapshot ids can still be found.
+    These files are removed from both steps. No step in between can have changed them: the reversal would have
+    been refused. The steps themselves stay, so that their snapshot ids can still be found.
     """
     kept_steps = list(steps)
     for number, reversal in enumerate(kept_steps):

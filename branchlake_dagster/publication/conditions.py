@@ -51,7 +51,7 @@ ABANDONED_AFTER = timedelta(hours=6)
 
 
 def newly_published(*, ignore_same_run: bool = False) -> PublishedCondition:
-    """True for the partitions of an asset whose publication was reported since the last evaluation.
+    """A condition that is true for partitions whose publication was reported since the last evaluation.
 
     For dependencies: `AutomationCondition.any_deps_match(newly_published())`. Like Dagster's
     `newly_updated()` it is true in one evaluation. Combine it with
@@ -88,10 +88,10 @@ def newly_published(*, ignore_same_run: bool = False) -> PublishedCondition:
 
 
 def awaiting_verdict() -> AwaitingVerdictCondition:
-    """True for partitions that a run has materialized on its branch and that are not judged yet.
+    """A condition that is true for partitions which a run has materialized but which are not judged yet.
 
-    Until the verdict `main` does not have them, and a second run of the same partitions would be refused. A
-    run that Dagster has not updated for 6 h is ignored. Never true for a check.
+    Until the verdict these partitions are on the run's branch only, and a second run of the same partitions
+    would be refused. A run that Dagster has not updated for 6 h is ignored. Never true for a check.
 
     Returns:
         AutomationCondition: To be negated.
@@ -286,7 +286,7 @@ class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
 
     @property
     def requires_cursor(self) -> bool:
-        """False: the condition reads everything from Dagster's runs."""
+        """False, because each evaluation reads the current runs from Dagster."""
         return False
 
     def evaluate(self, context: AutomationContext[AssetOrCheckKey]) -> AutomationResult[AssetOrCheckKey]:
@@ -309,7 +309,11 @@ class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
 def _drop_same_run(
     context: AutomationContext[AssetKey], publications: Sequence[ReportedPublication]
 ) -> Sequence[ReportedPublication]:
-    """Drop publications whose branch also wrote all partitions of the target that depend on them."""
+    """Return the publications without those whose branch also wrote all partitions that depend on them.
+
+    The dependent partitions are those of the asset that has the whole condition. All publications are
+    returned if that asset does not directly depend on the published asset.
+    """
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
         return publications
@@ -331,7 +335,10 @@ def _to_subset(
     key: AssetKey,
     partitions: Iterable[str | None],
 ) -> EntitySubset[AssetKey]:
-    """Return the partitions of `key` that still exist; all of it or nothing for an unpartitioned asset."""
+    """Return the given partitions of `key` as a subset, without partitions that no longer exist.
+
+    For an asset without partitions, the subset is the whole asset if `partitions` contains None, else empty.
+    """
     return context.asset_graph_view.get_asset_subset_from_asset_partitions(
         key, {AssetKeyPartitionKey(key, partition) for partition in partitions}, validate_existence=True
     )

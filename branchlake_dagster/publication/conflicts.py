@@ -1,4 +1,4 @@
-"""Whether a run's change to a table can be replayed on the current `main`. Pure functions.
+"""Decides whether a run's change to a table can be replayed on the current `main`. Pure functions.
 
 A replay is allowed if its result is what the run would have produced on the current `main`, as far as the
 files show. Anything that the files cannot show is refused (docs/adr/0008).
@@ -39,9 +39,10 @@ _DECIMAL = re.compile(r"decimal\((\d+), (\d+)\)")
 
 
 def is_readable_as(file_type: str, table_type: str) -> bool:
-    """Return whether values in files of one type stay the same values when they are read as the other type.
+    """Return whether values in files of `file_type` keep their values when they are read as `table_type`.
 
-    A nested type is readable only as itself.
+    Both are names of Iceberg types, such as `decimal(9, 2)`. Only widening is allowed: `int` to `long`,
+    `float` to `double`, and decimals to more digits. A nested type is readable only as itself.
     """
     if file_type == table_type or (file_type, table_type) in _WIDENINGS:
         return True
@@ -55,7 +56,7 @@ _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 
 _SET_BY_CREATOR = frozenset({"location", "identity"})
-"""The metadata that the first creator decides if both sides created the table."""
+"""The metadata that may differ if both sides created the table: the first creator's value stays."""
 
 
 def find_unreplayable(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
@@ -86,7 +87,10 @@ def find_unreplayable(run_change: TableChange, main_change: TableChange) -> Code
 
 
 def _compare_creations(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
-    """Return why both sides' new tables are not the same; the first creator decides what the table is."""
+    """Return why the tables that both sides created differ in more than location and identity.
+
+    Returns None if they do not. Columns and partition spec are compared by `_check_layouts`.
+    """
     if run_change.after.format_version != main_change.after.format_version:
         return CodedReason(
             "both sides created it with different format versions", "created_with_other_format_version"
@@ -113,7 +117,11 @@ def map_over_compactions(run_change: TableChange, main_change: TableChange) -> T
 def _map_over_compaction(
     run_change: TableChange, compaction: SnapshotChange, main_steps: Sequence[SnapshotChange]
 ) -> TableChange:
-    """Adapt `run_change` to one compaction. `main_steps` are `main`'s steps from the base up to it."""
+    """Return `run_change` adapted to one compaction; `main_steps` are `main`'s steps up to that compaction.
+
+    If the run removed all files that the compaction rewrote in a partition, the run's first such step removes
+    the compacted files instead.
+    """
     files_before, files_after = group_by_partition(compaction.removed), group_by_partition(compaction.added)
     removed_paths = {
         file.path for step in run_change.steps if step.mode is not ChangeMode.UPSERT for file in step.removed
@@ -141,10 +149,11 @@ def _map_over_compaction(
 def has_same_rows(
     old_files: Iterable[File], new_files: Iterable[File], main_steps: Sequence[SnapshotChange]
 ) -> bool:
-    """Return whether a compaction certainly did not change the rows of its files.
+    """Return whether a compaction of `old_files` to `new_files` certainly did not change their rows.
 
-    `main_steps` are `main`'s steps from the base up to the compaction. The number of rows of a file counts
-    deleted rows as well, so equal numbers also show that no rows had been deleted before the base.
+    True if both have the same number of rows and no delete file since the base may delete rows of the old
+    files. `main_steps` are `main`'s steps from the base up to the compaction. A file's number of rows counts
+    deleted rows too, so equal numbers also show that no rows had been deleted before the base.
     """
     counts = [[file.rows for file in files] for files in (old_files, new_files)]
     if any(rows is None for side in counts for rows in side):
@@ -162,7 +171,7 @@ def has_same_rows(
 
 
 def group_by_partition(files: Iterable[File]) -> Mapping[str, tuple[File, ...]]:
-    """Return the files by partition."""
+    """Return the files by the text of their partition, in the same order."""
     groups: defaultdict[str, tuple[File, ...]] = defaultdict(tuple)
     for file in files:
         groups[file.partition] += (file,)
@@ -194,9 +203,11 @@ _DETAILS = "columns' documentation, identifier fields or defaults"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Why a change cannot be replayed: the reason, the partitions, and the runs that it conflicts with.
+    """The conflict because of which a change cannot be replayed.
 
-    `only_expired`: the change could be replayed if the run had not expired snapshots of the table.
+    `partitions` are the partitions in conflict, as far as they are known, and `runs` the ids of the published
+    runs that the change conflicts with. `only_expired` is true if the change could be replayed if the run had
+    not expired snapshots of the table.
     """
 
     reason: CodedReason
@@ -208,7 +219,7 @@ class Overlap:
 def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap | None:
     """Return why `run_change` cannot be replayed after `main_change`; None if it can.
 
-    Both are changes of one table since one base.
+    Both are changes of the same table since the run's base.
     """
     if reason := _check_layouts(run_change, main_change):
         return Overlap(reason, runs=_run_ids(main_change.steps))
@@ -227,7 +238,10 @@ def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap |
 
 
 def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
-    """Check one step of the run. `own_paths` are the files that its earlier steps added."""
+    """Return why one step of the run cannot be replayed after `main_change`; None if it can.
+
+    `own_paths` are the files that the run's earlier steps added.
+    """
     main_runs = _run_ids(main_change.steps)
     mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _UNREPLAYABLE_MODES else step.mode
     if mode in _UNREPLAYABLE_MODES:
@@ -281,7 +295,7 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
 
 
 def _adds_later_records(main_step: SnapshotChange, step: SnapshotChange) -> bool:
-    """Return whether `main` only appended records that the run's step cannot concern.
+    """Return whether a step of `main` only appended later records than those that the run's step concerns.
 
     A step that reprocesses records of an ingestion changes rows of records that the table had at the run's
     base. A later batch of the same ingestion adds rows of other records. Bounds cannot show that if the
@@ -301,7 +315,12 @@ def _check_upsert(
     main_steps: Sequence[SnapshotChange],
     layout: Layout,
 ) -> Overlap | None:
-    """Compare an upsert with `main`'s steps: by partition if the key contains it, else by key bounds."""
+    """Return why an upsert of the run conflicts with `main`'s steps; None if both changed different keys.
+
+    Different keys are proven in one of two ways: all partition columns are key columns and both sides changed
+    different partitions, or the bounds of a key column do not overlap. `shared_steps` are `main`'s steps by
+    the partitions that the upsert changed too.
+    """
     column_names = {column.name for column in layout.columns}
     if lost_keys := [key for key in step.key_columns if key not in column_names]:
         reason = f"its key column {lost_keys[0]} was renamed or dropped, so the keys cannot be compared"
@@ -317,7 +336,11 @@ def _check_upsert(
 
 
 def _check_replaced_rows(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> Overlap | None:
-    """Compare predicates of replaced rows, because files do not show which rows a predicate covers."""
+    """Return the overlap if one side replaced rows by a predicate that the other side also changed.
+
+    Returns None if there is no such overlap. The predicates are compared, because files do not show which
+    rows a predicate covers. If only one side has a predicate, it is compared with the other side's files.
+    """
     run_predicate = step.recorded_predicate
     for main_step in main_steps:
         main_predicate = main_step.replaced_predicate
@@ -352,7 +375,10 @@ def _check_replaced_rows(step: SnapshotChange, main_steps: Sequence[SnapshotChan
 def _common_partitions(
     step: SnapshotChange, other: SnapshotChange, held: Set[str] = frozenset()
 ) -> tuple[str, ...]:
-    """Return partitions for the message: those that both sides name, else the step's own, else the files'."""
+    """Return sorted partition names for the message, from the first of these sources that is not empty.
+
+    The sources are the names that both steps record, those of `step`, those of `other`, and `held`.
+    """
     common_names = {
         name for name in set(step.partition_names) & set(other.partition_names) if not name.startswith("…")
     }
@@ -360,10 +386,10 @@ def _common_partitions(
 
 
 def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
-    """Find removed files of the run from which `main` has deleted rows by delete files.
+    """Return the overlap if the run removed files from which `main` has deleted rows by delete files.
 
-    The run's replacement of such a file would bring the deleted rows back. Every delete file since the base
-    applies to these files, regardless of other changes of the table before or after it.
+    Returns None if there is no such file. The run's replacement of such a file would bring the deleted rows
+    back. Every delete file since the base applies to these files, regardless of other changes of the table.
     """
     removed_files = [file for file in step.removed if file.path not in own_paths]
     for main_step in main_change.steps:
@@ -416,7 +442,10 @@ def find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list
 def _check_removed_files(
     step: SnapshotChange, own_paths: Set[str], main_change: TableChange
 ) -> Overlap | None:
-    """Find files that both the run and `main` removed. Files that the run restored before do not count."""
+    """Return the overlap if the run and `main` removed the same files; None if there is no such file.
+
+    Files that earlier steps of the run added or restored (`own_paths`) do not count.
+    """
     main_removals = main_change.removing_steps
     shared_files = [
         file for file in step.removed if file.path in main_removals and file.path not in own_paths
@@ -434,7 +463,10 @@ def _check_removed_files(
 
 
 def has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
-    """Return whether the bounds of one key column prove that both sides changed different keys."""
+    """Return whether the bounds of one key column prove that both sides changed different keys.
+
+    False if a file of either side has no bounds for each key column.
+    """
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
     return any(_has_disjoint_bounds(step.touched_files, main_files, key) for key in step.key_columns)
 
@@ -456,7 +488,10 @@ def _file_bounds(files: Sequence[File], column: str) -> list[FileBounds] | None:
 
 
 def _check_layouts(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
-    """Return why the run's files do not fit the table's current layout, or its columns differ."""
+    """Return why the run's files or columns do not fit the table's current layout on `main`; None if they do.
+
+    Either side may have changed the columns, but not both, unless the columns are equal now.
+    """
     main_layout = main_change.after
     if run_change.after.spec != main_layout.spec:
         if [field[1:] for field in run_change.after.spec] == [field[1:] for field in main_layout.spec]:

@@ -78,8 +78,9 @@ class Finisher:
     ) -> Outcome:
         """Report a judged run, remove its branch, and return the outcome.
 
-        `result` is the publisher's answer; None if the run was not a candidate. `deadline` is the time of the
-        clock at which reports on partitions stop until the next pass.
+        `result` is the publisher's answer; None if the run was not a candidate. When the clock reaches
+        `deadline`, reports on partitions of a published run stop until the next pass, and the branch stays.
+        The branch of an unpublished run stays if it is kept for debugging.
         """
         refusal = result if isinstance(result, Refused) else None
         if (refusal or (result is None and assessed_run.was_claimed)) and not self._keep_hours(
@@ -247,11 +248,13 @@ def report_lost_branches(
     lake_id: str,
     location: str | None,
 ) -> Iterator[Outcome]:
-    """Report each finished run once whose unpublished work is lost because its branch is gone.
+    """Report the finished runs without a verdict whose branch no longer exists; yield an outcome for each.
 
-    Such runs show *pending*. Runs of other lakes and code locations are left alone. `existing_branches` must
-    have been listed before this call. Costs one query to Dagster's run storage, and three requests to Nessie
-    for each run without a branch.
+    Such a run has the state *pending*. If `main` has its publication, it is reported as published, else as
+    refused or, if the run failed, discarded. Runs of other lakes and code locations are skipped, as are runs
+    whose branch was discarded or continued by a retry. `existing_branches` are the names of the run branches,
+    listed before this call. Costs one query to Dagster's run storage, and three requests to Nessie for each
+    run without a branch.
     """
     pending_runs = instance.get_runs(
         RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=FINISHED_STATUSES),

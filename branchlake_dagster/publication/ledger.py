@@ -49,7 +49,11 @@ def publication_id(branch: str) -> str:
 
 @dataclass(frozen=True)
 class Publication:
-    """One run's branch made visible on `main`. `hash` is the commit on `main` (empty until it exists)."""
+    """One run's branch made visible on `main`.
+
+    `base_hash` is the commit of `main` that the branch was created from. `hash` is the commit on `main` that
+    published it, and `time` the time of that commit; they are empty and None until it exists.
+    """
 
     branch: str
     run_id: str
@@ -62,12 +66,12 @@ class Publication:
 
     @property
     def publication_id(self) -> str:
-        """The id, derived from the branch name."""
+        """The id of the publication, a UUID derived from the branch name."""
         return publication_id(self.branch)
 
 
 def publication_properties(publications: Sequence[Publication]) -> dict[str, str]:
-    """Return the properties of a commit that carries these publications."""
+    """Return the commit properties that record these publications; `parse_publications` is the inverse."""
     return {
         LakeProperty.PUBLICATION_ID: ",".join(publication.publication_id for publication in publications),
         LakeProperty.RUN_ID: ",".join(publication.run_id for publication in publications),
@@ -116,7 +120,7 @@ def parse_publications(entry: LogEntry) -> list[Publication]:
 
 
 def iter_publications(client: NessieClient, *, limit: int | None = None) -> Iterator[Publication]:
-    """Yield publications on `main`, newest first, of at most `limit` commits."""
+    """Yield publications on `main`, newest first, from at most `limit` commits that have publications."""
     for entry in client.log(MAIN, filter=_PUBLICATIONS, limit=limit):
         yield from parse_publications(entry)
 
@@ -127,8 +131,8 @@ class Candidate:
 
     `changes` is that difference. `read_set` has the tables that a serializable run has read; None under
     snapshot isolation. `fully_checked_tables` are tables with a check that reads all rows; these checks must
-    run again if rows of other runs were published meanwhile. `leases` are the names whose holder the run must
-    be when it is published.
+    run again if rows of other runs were published meanwhile. `leases` are the names of the leases that the
+    run must hold when it is published.
     """
 
     branch: str
@@ -144,7 +148,7 @@ class Candidate:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The changed contents by dotted name: tables, views, functions."""
+        """The sorted dotted names of the changed tables, views and functions."""
         return changed_tables(self.changes)
 
     @property
@@ -159,7 +163,7 @@ class Candidate:
 
     @property
     def has_renames(self) -> bool:
-        """Whether a content has moved to another key."""
+        """Whether the run renamed a table: a content id was removed at one key and added at another."""
         removed_ids = {
             entry.from_content.content_id
             for entry in self.changes
@@ -172,7 +176,7 @@ class Candidate:
         )
 
     def to_publication(self) -> Publication:
-        """Return the candidate's entry in the ledger."""
+        """Return the candidate's entry for the ledger, without a commit on `main`."""
         return Publication(
             self.branch, self.run_id, self.root_run_id, self.verdict, self.base_hash, self.tables
         )
@@ -197,9 +201,9 @@ class Published:
 class Refused:
     """`main` has changed in conflict with this candidate; none of its changes were published.
 
-    `conflicts` has the reason for each table, `partitions` the overlapping partitions, `runs` the
-    publications that it conflicts with. `only_expired`: the candidate would not conflict if it had not
-    expired snapshots of a table.
+    `conflicts` has the reason by dotted table name, `partitions` the overlapping partitions, and `runs` the
+    ids of the published runs that the candidate conflicts with. `only_expired` is true if the candidate would
+    not conflict if it had not expired snapshots of a table.
     """
 
     conflicts: Mapping[str, CodedReason]
@@ -209,7 +213,7 @@ class Refused:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The causes, each once."""
+        """The codes of the reasons in `conflicts`, such as `same_files`, each once."""
         return tuple(dict.fromkeys(reason.code for reason in self.conflicts.values()))
 
     def format_reason(self) -> str:
@@ -231,12 +235,12 @@ Result = Published | Refused | NeedsChecks
 
 
 def load_write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[DiffEntry, ...]:
-    """Load the differences between the base and the branch."""
+    """Load the differences between the base and the branch; empty if the branch has no commit of its own."""
     return () if ref.hash == base_hash else tuple(client.diff(f"@{base_hash}", ref.pinned_ref))
 
 
 def changed_tables(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
-    """Return the dotted names of changed tables, views and functions; namespaces are left out."""
+    """Return the sorted dotted names of changed tables, views and functions, without namespaces."""
     return tuple(sorted(entry.key.name for entry in changes if not is_namespace_change(entry)))
 
 
@@ -247,9 +251,10 @@ def is_namespace_change(entry: DiffEntry) -> bool:
 
 
 _MAX_COMMITS = 200_000
-"""The number of cached commits; about 200 bytes each, 320 with a publication."""
+"""Above this number of cached commits the oldest are dropped. A commit takes about 200 bytes, or 320 with a
+publication."""
 _STORED_FROM = 1_000
-"""From this number of commits on, the file of stored commits is read, and written again."""
+"""The number of new commits from which on the file of stored commits is read, and written again."""
 
 
 class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -285,9 +290,9 @@ class MainLog:
         self._has_first_commit = False
         """Whether the oldest cached commit is the first commit of `main`."""
         self._publications: dict[str, int] = {}
-        """Positions by branch name."""
+        """The positions of publications, by the name of the published branch."""
         self._merges: dict[str, int] = {}
-        """Positions of merges without a publication, by the merged hash."""
+        """The positions of merges outside branchlake, by the hash of the merged branch head."""
         self._unstored_count = 0
         """How many commits were read since the file was read or written."""
 
@@ -300,10 +305,11 @@ class MainLog:
         main_hash: str,
         head_hash: str | None = None,
     ) -> Published | None:
-        """Return how a branch came to `main` between two commits; None if it did not.
+        """Return the publication of a branch after `base_hash` up to `main_hash`; None if there is none.
 
-        The branch was made from the commit `base_hash`; `main` is searched up to `main_hash`. With
-        `head_hash`, the branch's head, a merge outside branchlake counts too. Raises BaseNotOnMain.
+        `base_hash` is the commit of `main` that the branch was created from. With `head_hash`, the branch's
+        head, a merge outside branchlake counts too. Raises BaseNotOnMain if the history of `main_hash` does
+        not contain `base_hash`.
         """
         with self._lock:
             start, end = self._load_positions(client, base_hash, main_hash)
@@ -320,7 +326,10 @@ class MainLog:
     def find_on_main(
         self, client: NessieClient, branch: str, *, base_hash: str, head_hash: str | None = None
     ) -> Published | None:
-        """Return the same for the current `main`. Also None if `main` no longer holds the base."""
+        """Return the result of `find_publication` for the current head of `main`.
+
+        Also returns None if `main` no longer contains the base.
+        """
         try:
             main_hash = client.reference(MAIN).hash
             return self.find_publication(
@@ -340,9 +349,10 @@ class MainLog:
         return True
 
     def find_merges(self, client: NessieClient, *, base_hash: str) -> dict[str, str]:
-        """Return the commits on `main` since `base_hash` that merged outside branchlake, by the merged hash.
+        """Return the merges since `base_hash` that were made outside branchlake.
 
-        Raises BaseNotOnMain.
+        The result maps the hash of the merged branch head to the hash of the merge commit on `main`. Raises
+        BaseNotOnMain if `main` no longer contains `base_hash`.
         """
         main_hash = client.reference(MAIN).hash
         with self._lock:
@@ -358,7 +368,10 @@ class MainLog:
     # -- reading ---------------------------------------------------------------------------------------
 
     def _load_positions(self, client: NessieClient, base_hash: str, main_hash: str) -> tuple[int, int]:
-        """Return the positions of two commits, after reading the commits that are needed for that."""
+        """Return the positions of both commits, after reading the missing commits from Nessie.
+
+        Raises BaseNotOnMain if the history of `main_hash` does not contain `base_hash`.
+        """
         if main_hash not in self._positions:
             self._read_newer(client, main_hash, base_hash)
         if base_hash not in self._positions and not self._has_first_commit:
@@ -375,7 +388,12 @@ class MainLog:
         return positions
 
     def _read_newer(self, client: NessieClient, main_hash: str, base_hash: str) -> None:
-        """Read the commits from the newest cached one up to `main_hash`; all if the histories differ."""
+        """Read the commits after the newest cached commit, or after `base_hash` if none is cached.
+
+        If the history of `main_hash` does not contain the newest cached commit, `main` was set back: the
+        commits after the fork are read, and the cached commits after the fork are dropped. If no cached
+        commit belongs to that history, all its commits are read.
+        """
         newest_hash = self._chain[-1] if self._chain else base_hash
         new_entries: list[LogEntry] = []
         try:
@@ -409,10 +427,11 @@ class MainLog:
     def _read_until_known(
         self, client: NessieClient, main_hash: str, since: str, new_entries: list[LogEntry]
     ) -> list[StoredCommit]:
-        """Read into `new_entries` from `main_hash` back to the commit `since`, or to a known commit.
+        """Read commits into `new_entries`, newest first, from `main_hash` back to the commit `since`.
 
-        The known commit is the last entry then: it is cached, or it is the last of the stored commits that
-        are returned. Raises ReferenceNotFound if the history has neither.
+        Reading ends earlier at a commit that is cached or stored in the log file; that commit is then the
+        last of `new_entries`. Returns the stored commits up to that commit, oldest first; empty if reading
+        did not end at a stored commit. Raises ReferenceNotFound if the history does not contain `since`.
         """
         stored_commits: list[StoredCommit] = []
         stored_indexes: dict[str, int] = {}
@@ -448,7 +467,7 @@ class MainLog:
                 self._merges[head] = position
 
     def _save(self) -> None:
-        """Write the file, if many commits were read since the last time."""
+        """Write the log file, if at least `stored_from` commits were read since it was read or written."""
         if self._file is None or self._unstored_count < self._stored_from:
             return
         branches: defaultdict[int, list[str]] = defaultdict(list)
@@ -509,7 +528,10 @@ class MainLog:
         }
 
     def _drop_oldest(self, *, keep_from: int) -> None:
-        """Drop the oldest commits if there are too many, but keep those after the position `keep_from`."""
+        """Drop the commits before the position `keep_from`, if too many commits are cached.
+
+        Nothing is dropped if fewer than half of the allowed commits are before that position.
+        """
         if (
             len(self._chain) <= self._max_commits
             or keep_from - self._lowest_position < self._max_commits // 2

@@ -1,4 +1,4 @@
-"""The publications since a cursor: how they are read, and the sensor that launches runs for them.
+"""Reads the publications since a cursor, and provides the sensor that launches runs for them.
 
 Sensors and automation conditions read through a `PublicationReader`. It returns each publication once. There
 are two readers, because there are two records of publications:
@@ -61,8 +61,8 @@ _PublicationT = TypeVar("_PublicationT", covariant=True)
 class NewPublications(Generic[_PublicationT]):
     """The publications since a cursor, oldest first, and the cursor after them.
 
-    `records_read` counts what was read, also commits and reports that have no new publication. `note` says
-    why the record was not read from the cursor; empty otherwise.
+    `records_read` is the number of commits or reports that were read, also those without a new publication.
+    `note` is a sentence that explains why reading did not start at the cursor; empty if it did.
     """
 
     publications: Sequence[_PublicationT]
@@ -77,16 +77,16 @@ class PublicationReader(Protocol[_PublicationT]):
     def read_since(self, cursor: str | None) -> NewPublications[_PublicationT]:
         """Read the publications after `cursor`, each once, even if it was recorded repeatedly.
 
-        With None as cursor the reader starts at the present, or at the event that it was made with: earlier
-        publications count as read. The cursor is text for Dagster to store. Costs what was recorded since the
-        cursor, however long history is.
+        With None as cursor, nothing earlier is returned: `MainLogReader` starts at the current head of
+        `main`, `ReportReader` at its `start_id`. The cursor is text for Dagster to store. The cost depends
+        only on the records since the cursor, not on the length of the history.
         """
 
 
 # -- partitions on a branch ------------------------------------------------------------------------------
 
 _CHUNK = 500
-"""Values in one query; SQLite takes at most 999."""
+"""The number of values in one query; SQLite allows at most 999."""
 
 PartitionsByAsset = Mapping[AssetKey, Set[str | None]]
 """Partition keys by asset; None stands for an asset without partitions."""
@@ -101,7 +101,11 @@ def load_branch_partitions(instance: DagsterInstance, branch: str) -> Partitions
 
 
 def load_run_partitions(instance: DagsterInstance, run: DagsterRun) -> PartitionsByAsset:
-    """Load the partitions on the branch of this run."""
+    """Load the partitions that this run materialized.
+
+    If the run continued the branch of another run, the result has all partitions on that branch, also those
+    of the earlier runs.
+    """
     branch_name = _continued_branch(run)
     return load_branch_partitions(instance, branch_name) if branch_name else _load_partitions(instance, [run])
 
@@ -109,9 +113,10 @@ def load_run_partitions(instance: DagsterInstance, run: DagsterRun) -> Partition
 def load_asset_partitions(
     instance: DagsterInstance, branches: Iterable[str], key: AssetKey
 ) -> Mapping[str, Set[str | None]]:
-    """Load the partitions of asset `key` on each branch. Branches without any are left out.
+    """Load the partitions of asset `key` on each branch, by branch name.
 
-    Costs a query per 500 branches, and one for each run that may have written the asset.
+    Branches without partitions of the asset are left out. Costs a query per 500 branches, and one for each
+    run that may have written the asset.
     """
     partition_keys: dict[str, Set[str | None]] = {}
     branches_by_run = {run_id_of_branch(branch): branch for branch in branches}
@@ -126,7 +131,7 @@ def load_asset_partitions(
 
 
 def _continued_branch(run: DagsterRun) -> str | None:
-    """Return the branch that a retry took over from another run; None for most runs, without a search."""
+    """Return the branch of a retry that continues another run's work; None for other runs. Costs no query."""
     run_location = find_run_location(run.tags, run.run_id)
     return run_location.branch if run_location and run_location.continues else None
 
@@ -145,7 +150,10 @@ def _load_partitions(instance: DagsterInstance, runs: Iterable[DagsterRun]) -> P
 # -- main's log ----------------------------------------------------------------------------------------
 
 COMMITS_PER_TICK = 100
-"""Dagster ends an evaluation after 60 s. The next tick continues after the last commit that was read."""
+"""The most commits of `main` that one tick reads; the next tick continues after them.
+
+Dagster ends an evaluation after 60 s.
+"""
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,11 @@ class MainLogReader:
     keys_by_table: Mapping[str, AssetKey]
 
     def read_since(self, cursor: str | None) -> NewPublications[PublishedAssets]:
-        """Read the commits on `main` after the commit `cursor`, and the partitions of their publications."""
+        """Read the commits on `main` after the commit `cursor`, and the partitions of their publications.
+
+        Publications that changed none of the watched tables are left out. With None as cursor, the result has
+        no publications and the current head of `main` as its cursor.
+        """
         head = self.client.reference(MAIN)
         if cursor is None:
             note = f"The sensor starts at main's current commit {head.hash[:12]}."
@@ -216,17 +228,23 @@ class MainLogReader:
 # -- reports in the event log --------------------------------------------------------------------------
 
 REREAD_EVENT_IDS = 1_000
-"""The number of event ids that are read again: more than Dagster stores while one insert is under way."""
+"""The number of event ids that are read again.
+
+It is larger than the number of events that Dagster stores while one slow insert is under way.
+"""
 
 _PAGE = 1_000
 
 PublicationKey = tuple[str, str | None]
-"""(branch and commit on `main`, partition): the same for repeated reports of one publication."""
+"""(`branch@commit`, partition). Repeated reports of one publication have the same key."""
 
 
 @dataclass(frozen=True)
 class PublicationReport:
-    """One observation of a publication in Dagster's event log."""
+    """One observation in Dagster's event log that reports a publication of an asset or partition.
+
+    `storage_id` is the id of the event, `branch` the published branch, and `commit` its commit on `main`.
+    """
 
     storage_id: int
     branch: str
@@ -235,7 +253,7 @@ class PublicationReport:
 
     @property
     def key(self) -> PublicationKey:
-        """The identity of the publication, which repeated reports share."""
+        """The key of the reported publication and partition; repeated reports have the same key."""
         return f"{self.branch}@{self.commit}", self.partition
 
 
@@ -272,9 +290,10 @@ def iter_publication_reports(
 
 @dataclass(frozen=True)
 class ReportCursor:
-    """The position in an asset's reports: the last event id, and the keys delivered from the last ids.
+    """The position in an asset's reports.
 
-    `delivered_keys` covers the last `REREAD_EVENT_IDS` ids.
+    `last_id` is the id of the last event that was read. `delivered_keys` are the keys of the reports among
+    the last `REREAD_EVENT_IDS` ids: these reports are read again, but not returned again.
     """
 
     last_id: int
@@ -323,7 +342,10 @@ class ReportReader:
     last_id: int
 
     def read_since(self, cursor: str | None) -> NewPublications[ReportedPublication]:
-        """Read the reports after `cursor`; the partitions of one branch are one publication."""
+        """Read the reports after `cursor`, up to `last_id`.
+
+        The reported partitions of one branch are returned as one publication.
+        """
         last_cursor = ReportCursor.from_json(cursor) if cursor else None
         since_id = last_cursor.last_id if last_cursor else self.start_id
         reports = list(
@@ -353,7 +375,7 @@ class ReportReader:
 # -- the sensor on main's log ----------------------------------------------------------------------------
 
 _RequestBuilder = Callable[[PublishedAssets], Sequence[RunRequest] | str]
-"""Returns the run requests for a publication, or a message why there are none."""
+"""A function that returns the run requests for a publication, or a message that explains why it has none."""
 
 
 def published_sensor(
@@ -500,9 +522,10 @@ def _job_request_builder(
     repository: RepositoryDefinition,
     instance: DagsterInstance,
 ) -> _RequestBuilder:
-    """Build the requests for `job`: one for each publication.
+    """Return a function that builds the requests for `job`: one for each publication.
 
-    A partitioned job gets one request for each published partition that still exists.
+    A partitioned job gets one request for each published partition that still exists. Raises
+    ConfigurationError if the job is partitioned and an asset of `keys` has other partitions.
     """
     assert job is not None  # noqa: S101 - a sensor without `request` has a job
     partitions, graph = repository.get_job(job.name).partitions_def, repository.asset_graph

@@ -66,7 +66,7 @@ class FailedAttempts:
         self._now = now
 
     def waiting_outcome(self, branch: str, run: DagsterRun) -> Outcome | None:
-        """Return why this pass skips the run, or None if the pass may try it."""
+        """Return the outcome PARKED or WAITING if this pass must skip the run; None if it may try the run."""
         next_attempt = (
             run.tags.get(RunTag.NEXT_ATTEMPT, NO_VALUE) if is_opened_by(run.tags, run.run_id) else NO_VALUE
         )
@@ -83,11 +83,13 @@ class FailedAttempts:
         return Outcome(branch, run.run_id, RunState.WAITING, f"next attempt at {next_attempt}: {reason}")
 
     def record(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
-        """Record a failed attempt and return its outcome. Only errors that persist count as attempts.
+        """Record a failed attempt and return its outcome `TRY_AGAIN`. Only errors that persist are counted.
+
+        The eighth counted attempt parks the run; its outcome says so in the detail.
 
         Errors that concern all runs (Nessie or its token, Dagster's database, a race) are not recorded. Other
-        errors that may pass, such as a store that refuses, delay the next attempt by a minute. Without that
-        pause, old runs that failed slowly at every tick left no time for the others.
+        errors that may pass, such as a storage that refuses a request, delay the next attempt by a minute.
+        Without that pause, old runs that failed slowly at every tick left no time for the others.
         """
         message = format_error(error)
         if _affects_all_runs(error):
@@ -147,8 +149,9 @@ def iter_parked_runs(instance: DagsterInstance) -> Iterator[DagsterRun]:
 def discard_parked_run(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> str:
     """Discard the branch of a parked run, record that on the run, and return a sentence for the operator.
 
-    If `main` holds the run already (the failed attempt may have published it), the next pass reports it as
-    published. Rows that an unbranched run wrote to `main` stay there.
+    If the failed attempt has published the run, nothing is discarded and the next pass reports the run as
+    published. If a writer still changes the branch, nothing is discarded and the sentence asks to repeat the
+    command. Rows that an unbranched run wrote to `main` stay there.
     """
     branch = run.tags[RunTag.BRANCH]
     message = "Discarded by an operator: nothing was published, and its branch was discarded."

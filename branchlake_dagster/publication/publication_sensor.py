@@ -72,7 +72,11 @@ def judge_unbranched_runs(
     *,
     location: str | None = None,
 ) -> Iterator[Outcome]:
-    """Judge the finished unbranched runs that were not judged yet."""
+    """Judge the finished unbranched runs that were not judged yet, and yield an outcome for each of them.
+
+    An unbranched run wrote to `main` directly. At most `MAX_RUNS_PER_PASS` runs are read. With `location`,
+    runs of other code locations are skipped. An error is recorded on its run and does not stop the others.
+    """
     failed_attempts = FailedAttempts(instance)
     run_filter = RunsFilter(
         tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=FINISHED_STATUSES
@@ -151,9 +155,9 @@ _UNPUBLISHED_STATUSES = [
 
 
 class BackfillWatch:
-    """Inspects the newest closed backfills every 30 s, because each is read completely.
+    """Inspects the newest closed backfills, at most every 30 s because all events of their runs are read.
 
-    `now` is the wall clock.
+    At most 20 backfills of the last 14 days are inspected. `now` returns the wall clock time.
     """
 
     def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
@@ -161,7 +165,10 @@ class BackfillWatch:
         self._last_check = datetime.min.replace(tzinfo=UTC)
 
     def fail_unpublished(self, instance: DagsterInstance, graph: AssetGraph) -> Iterator[str]:
-        """Mark backfills with unpublished partitions as failed, and yield a sentence for each."""
+        """Mark backfills with unpublished partitions as failed, and yield a sentence for each.
+
+        Yields nothing if the last inspection was less than 30 s ago.
+        """
         if self._now() - self._last_check < _CHECK_INTERVAL:
             return
         self._last_check = self._now()
@@ -179,7 +186,12 @@ class BackfillWatch:
 def _fail_if_unpublished(
     instance: DagsterInstance, graph: AssetGraph, backfill: PartitionBackfill
 ) -> str | None:
-    """Return None if everything that the backfill materialized is published."""
+    """Mark a backfill as failed if some of its partitions are not published.
+
+    A partition is not published if its newest materialization is by a run of this backfill that was blocked,
+    refused or ended otherwise without publication. Returns a sentence for the log; None if all partitions
+    are published.
+    """
     run_tags = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED_STATUSES}
     runs = instance.get_runs(RunsFilter(tags=run_tags))
     missing = {
@@ -206,20 +218,23 @@ _ONLY_COUNTED = (
     RunState.UNKNOWN_RUN,
     RunState.PARKED,
 )
-"""States of branches that are left as they are at every tick. In full, 4,300 branches gave 459,000
-characters."""
+"""States of branches that every tick leaves as they are. The report only counts these branches: with a line
+for each, 4,300 branches gave 459,000 characters."""
 
 
 @dataclass
 class PassReport:
-    """The outcomes of one pass: counts by state, the first outcomes as text, and check runs to launch."""
+    """The outcomes of one pass: counts by state, the first ten outcomes as text, and check runs to launch."""
 
     counts: Counter[RunState] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     check_runs: list[CheckRun] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> bool:
-        """Add an outcome. Returns whether it is worth a line in the tick's log."""
+        """Add an outcome. Returns whether the tick's log should have a line for it.
+
+        False for states that are only counted, and after 500 lines.
+        """
         self.counts[outcome.state] += 1
         if outcome.check_run:
             self.check_runs.append(outcome.check_run)
@@ -313,7 +328,11 @@ def publication_sensor(
 def _run_tick(
     context: SensorEvaluationContext, lake: Lakehouse, backfills: BackfillWatch
 ) -> SensorResult | SkipReason:
-    """Make one pass within less time than Dagster gives a tick."""
+    """Make one pass, within the time budget of the settings, and return the sensor's result.
+
+    The result requests the check runs that rebased states need. Without such requests it is skipped, with the
+    report of the pass as the reason.
+    """
     repository = context.repository_def
     assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
     origin = context.code_location_origin

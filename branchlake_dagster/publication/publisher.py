@@ -82,7 +82,7 @@ class Committer:
     def publish(
         self, batch: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
     ) -> dict[str, Result | Exception]:
-        """Plan and commit until `main` does not change in between; return the result of each branch.
+        """Plan and commit until `main` does not change in between; return the results by branch name.
 
         `alive` is called before each commit and may raise to stop it. An error of one candidate is returned
         as its result; an error that concerns all candidates is raised. Raises PublicationContended after five
@@ -135,10 +135,11 @@ class Committer:
         return {**results, **published}
 
     def plan_for_checks(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
-        """Return a plan whose result must pass checks, and the reasons why other candidates are not in it.
+        """Return a plan whose result must pass checks, and the results of candidates that are not in it.
 
-        A candidate that conflicts only with others of the plan is left out without a reason, because those
-        may still fail their checks. A run was once refused because of a run that failed its checks later.
+        The results are by branch name: why a candidate is refused, its earlier publication, or its error. A
+        candidate that conflicts only with others of the plan is left out without a result, because those may
+        still fail their checks. A run was once refused because of a run that failed its checks later.
         """
         main_contents = self._client.contents_at(MAIN, _involved_keys(batch))
         plan, results = self._build_plan(batch, main_contents, checked=True)
@@ -155,9 +156,10 @@ class Committer:
     ) -> tuple[CommitPlan, dict[str, Result | Exception], bool]:
         """Return a plan that puts a checked state of all candidates on `main`.
 
-        `changes` is the difference between `main` and that state. Also returns the reasons of candidates that
-        cannot be published, and whether the plan is complete. It is incomplete if there is such a reason,
-        because the state is then not what was checked, or if `main` has changed the same keys.
+        `changes` is the difference between `main` and that state. The second value has the results of
+        candidates that cannot be published or already are, by branch name. The third value is True if the
+        plan can be sent. It is False if there is such a result, because the checked state contains that
+        candidate's changes, or if `main` has changed the same keys.
         """
         changed_keys = [entry.key for entry in changes]
         main_contents = self._client.contents_at(MAIN, sorted({*_involved_keys(batch), *changed_keys}))
@@ -175,9 +177,9 @@ class Committer:
         return plan, results, fits
 
     def find_unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
-        """Return the error of each candidate, by branch, whose own files cannot be read.
+        """Return, by branch name, the errors of candidates whose own files cannot be read.
 
-        See `find_unreadable_candidates`.
+        Candidates without an error are left out. See `find_unreadable_candidates`.
         """
         return find_unreadable_candidates(self._tables, batch)
 
@@ -229,7 +231,10 @@ class Committer:
     def _add_candidate(
         self, plan: CommitPlan, candidate: Candidate, *, checked: bool
     ) -> Published | Refused | NeedsChecks | Exception | None:
-        """Add a candidate to a plan; return None, or the reason why it was not added."""
+        """Add a candidate to a plan; return None, or the reason or error because of which it was not added.
+
+        Raises only errors of Nessie, because these concern all candidates.
+        """
         try:
             with wrap_file_errors(candidate):
                 obstacle = plan.add(candidate, self._load_read_set(candidate), checked=checked)
@@ -248,7 +253,7 @@ class Committer:
         return obstacle
 
     def _load_read_set(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
-        """Load the contents of the read set at the candidate's base."""
+        """Load the contents of the candidate's read set at its base; empty without serializable isolation."""
         if not candidate.read_set:
             return {}
         return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
@@ -261,10 +266,11 @@ class Committer:
         *,
         alive: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Commit the plan to `branch` and return the hash; None if one of its keys has changed.
+        """Commit the plan to `branch` and return the commit's hash; None if a key of the plan has changed.
 
         `alive` is called after the files of the plan are written, immediately before the request, and may
-        raise. Raises NessieOutcomeUnknown if the commit may exist; the plan's files are kept then.
+        raise. Raises NessieOutcomeUnknown if the commit may exist; the plan's files are kept then. After
+        None or any other error they are deleted.
         """
         entries = [candidate.to_publication() for candidate in plan.accepted]
         with wrap_file_errors(next(iter(plan.accepted))):
@@ -301,7 +307,7 @@ def _involved_keys(candidates: Iterable[Candidate]) -> list[ContentKey]:
 
 
 MAX_BATCH_SIZE = 32
-"""Most publications in one commit. It limits how much is planned again when `main` changes meanwhile."""
+"""The most candidates in one commit. It limits the work that is repeated if `main` changes meanwhile."""
 
 
 class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
@@ -333,7 +339,7 @@ class Publisher:
     def publish(
         self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
     ) -> dict[str, Result | Exception]:
-        """Publish candidates; return a result or an error for each branch name.
+        """Publish candidates; return a result or an error for each of them, by branch name.
 
         Safe to call again after any failure. An error for which `may_succeed_later` is true means "try
         again". The failure of one candidate, with an error of any class, does not delay another.
@@ -352,9 +358,10 @@ class Publisher:
         return results
 
     def _find_unreadable(self, candidates: Sequence[Candidate]) -> dict[str, Exception]:
-        """Return the errors of candidates whose files cannot be read, by branch.
+        """Return the errors of candidates whose files cannot be read, by branch name.
 
-        An error of any class concerns its candidate alone.
+        If the check of all candidates fails, each candidate is checked alone, and a candidate whose check
+        fails gets the error as its result.
         """
         try:
             return self.committer.find_unreadable(candidates)
@@ -372,9 +379,10 @@ class Publisher:
         publish: Callable[[Sequence[Candidate]], Mapping[str, Result | Exception]],
         batch: Sequence[Candidate],
     ) -> Mapping[str, Result | Exception]:
-        """Return the results of `publish` for a batch.
+        """Return the results of `publish` for a batch, by branch name. Raises no error.
 
-        If the batch fails with an error that persists, each candidate is tried alone.
+        If `publish` raises an error that may pass, all candidates get this error as their result. If the
+        error persists (`may_succeed_later`), each candidate is tried alone.
         """
         try:
             return publish(batch)
@@ -391,16 +399,21 @@ class Publisher:
         return self._log.contains_commit(self._client, commit)
 
     def find_publication(self, branch: str, base_hash: str, head_hash: str | None = None) -> Published | None:
-        """Find how `main` holds a branch that was created from `base_hash`; None if it does not.
+        """Find the commit on `main` that published a branch, which was created from `base_hash`.
 
-        With `head_hash`, a merge outside branchlake counts too.
+        Returns None if there is no such commit, or if `main` no longer contains the base. With `head_hash`,
+        the branch's head, a merge outside branchlake counts too.
         """
         return self._log.find_on_main(self._client, branch, base_hash=base_hash, head_hash=head_hash)
 
     def _publish_group(
         self, group: Sequence[Candidate], *, alive: Callable[[], None]
     ) -> Mapping[str, Result | Exception]:
-        """Publish candidates that share keys. A single candidate is merged if possible."""
+        """Publish candidates that share keys, and return the results by branch name.
+
+        A single candidate is merged if possible; otherwise commits of up to `MAX_BATCH_SIZE` candidates are
+        planned.
+        """
         first = group[0]
         # Nessie 0.99 merges a rename as a deletion, so the table was lost. A planned commit keeps it.
         is_mergeable = not (first.is_serializable or first.leases or first.has_renames)
@@ -418,7 +431,12 @@ class Publisher:
     # -- one merge -------------------------------------------------------------------------------------
 
     def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
-        """Merge a branch into `main`; None if `main` changed one of its keys, or no longer has its base."""
+        """Merge a branch into `main` with one call to Nessie.
+
+        Returns an earlier publication if `main` already has the branch. Returns None if a planned commit must
+        be tried: `main` changed a key of the branch, or no longer contains its base. Raises ReferenceNotFound
+        if the branch does not exist, and PublicationUnexplained.
+        """
         try:
             result = self._client.merge(
                 from_name=branch,
@@ -458,9 +476,10 @@ class Publisher:
         return earlier_merge
 
     def _find_later_merge(self, base_hash: str, head_hash: str) -> Published | None:
-        """Find a merge outside branchlake of a later head of the branch.
+        """Find a merge outside branchlake of a later head of the branch; None if there is none.
 
-        The head is later if a writer that was taken for dead changed the branch after it was judged.
+        A head is later than the judged head `head_hash` if its history contains that hash. This happens if a
+        writer that was taken for dead changed the branch after it was judged.
         """
         for source, merge in self._log.find_merges(self._client, base_hash=base_hash).items():
             with contextlib.suppress(ReferenceNotFound):  # that branch began at another commit of main
@@ -471,7 +490,11 @@ class Publisher:
 
 
 def group_by_shared_keys(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    """Group the candidates that change a common key, directly or through others, in their order."""
+    """Group the candidates that change a common key, directly or through other candidates of the group.
+
+    Namespaces do not count as keys. A candidate that shares no key is a group of its own. Each group has its
+    candidates in the order of `candidates`.
+    """
     groups: list[tuple[set[ContentKey], list[Candidate]]] = []
     for candidate in candidates:
         # Two branches that created one namespace do not conflict: a merge takes either.

@@ -43,7 +43,7 @@ from branchlake_dagster.stored_names import LakeProperty, find_exclusive_propert
 from branchlake_dagster.wording import CodedReason
 
 PlannedContent = Content | StagedState | None
-"""What a key holds in the plan: stored content, a state that was replayed in memory, or nothing."""
+"""The content of a key in the plan: stored content, a table state that was replayed in memory, or None."""
 
 
 class _CandidateRefused(Exception):  # noqa: N818 - it never leaves this module
@@ -62,7 +62,10 @@ class _CandidateRefused(Exception):  # noqa: N818 - it never leaves this module
 
 @dataclass
 class CommitPlan:
-    """A commit in preparation. `contents` are the contents of all involved keys on `main` at `main_hash`."""
+    """A commit in preparation. `contents` are the contents of all involved keys on `main` at `main_hash`.
+
+    `tables` loads and replays the changes of tables.
+    """
 
     main_hash: str
     contents: Mapping[ContentKey, Content]
@@ -70,21 +73,24 @@ class CommitPlan:
     accepted: dict[Candidate, tuple[str, ...]] = field(default_factory=dict)
     """The accepted candidates, each with the names of the tables that were replayed for it."""
     new_contents: dict[ContentKey, PlannedContent] = field(default_factory=dict)
-    """The keys that change, with their new contents."""
+    """The keys that change, with their new contents; None for a key that is deleted."""
     last_writers: dict[ContentKey, str] = field(default_factory=dict)
-    """The run that changed a key last within the plan."""
+    """The id of the run that changed a key last within the plan."""
     unchanged_keys: set[ContentKey] = field(default_factory=set)
+    """The keys that an accepted candidate needs unchanged: its read set and its leases."""
     _checked_keys: set[ContentKey] = field(default_factory=set)
-    """Tables of the present candidate whose rows on `main` are those that its checks have seen."""
+    """Tables of the candidate being added to which `main` changed no rows since the base, so that the run's
+    checks remain valid."""
 
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
     ) -> Published | Refused | NeedsChecks | None:
         """Add a candidate; return None if it was accepted.
 
-        `reads` are the contents of its read set at its base. With `checked`, the checks on whole tables run
-        on the result, before or after this call; without it, a candidate that needs them gets NeedsChecks.
-        Published means that the changes came to `main` outside branchlake and without a merge.
+        `reads` are the contents of its read set at its base. Set `checked` if the checks on whole tables
+        pass on the result of the plan, before or after this call. Otherwise a candidate that needs these
+        checks is not added and gets NeedsChecks. Published means that the changes came to `main` outside
+        branchlake and without a merge.
         """
         overlay: dict[ContentKey, PlannedContent] = {}
         rebased_tables: list[str] = []
@@ -119,9 +125,9 @@ class CommitPlan:
         return None
 
     def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
-        """Accept a candidate whose changes come with `add_state`.
+        """Accept a candidate whose changes `add_state` adds; return None if it was accepted.
 
-        Returns Refused if what it read has changed.
+        Returns Refused if a table that it read has changed, or if it lost a lease.
         """
         try:
             self._require_leases(candidate)
@@ -133,9 +139,10 @@ class CommitPlan:
         return None
 
     def add_state(self, changes: Sequence[DiffEntry]) -> bool:
-        """Add a checked state as it is.
+        """Add a checked state as it is, and return whether it was added.
 
-        Returns False, and adds nothing, if `main` changed one of its keys.
+        `changes` is the difference between `main` and the state. If `main` has changed one of its keys since,
+        nothing is added. A namespace that both sides created does not count; it stays as it is on `main`.
         """
         moved = [entry for entry in changes if self._current_value(entry.key) != entry.from_content]
         if not all(
@@ -198,10 +205,11 @@ class CommitPlan:
                 self.tables.discard(value)
 
     def _is_on_main(self, candidate: Candidate) -> bool:
-        """Check whether all tables of the run on `main` contain exactly the run's snapshots.
+        """Return whether `main` already contains all changes of the run, without a merge or publication.
 
-        Commits that were transplanted outside branchlake leave no other trace. Replaying them doubled every
-        row.
+        This is so if each table that the run wrote has all snapshots of the run on `main`, perhaps among
+        others, and the run's views and drops are on `main` too. Commits that were transplanted outside
+        branchlake leave no other trace. Replaying them doubled every row.
         """
         has_tables = False
         for entry in candidate.changes:
@@ -242,7 +250,10 @@ class CommitPlan:
                 raise _CandidateRefused(key, CodedReason("its namespace was dropped", "namespace_dropped"))
 
     def _require_leases(self, candidate: Candidate) -> None:
-        """Refuse a candidate whose lease went to another run: it was silent, and the other run wrote."""
+        """Refuse a candidate that does not hold one of its leases on `main`.
+
+        Another run takes over a lease if its holder is silent.
+        """
         for name in sorted(candidate.leases):
             lease = Lease.from_contents(name, self.contents)
             if lease.holder == candidate.branch:
@@ -260,13 +271,16 @@ class CommitPlan:
             raise _CandidateRefused(lease_key(name), reason, (), runs)
 
     def _require_unchanged(self, candidate: Candidate) -> None:
-        """Add the keys that Nessie must find unchanged between the plan's hash and the commit."""
+        """Add the candidate's read set and leases to the keys that must not change before the commit."""
         self.unchanged_keys |= (candidate.read_set or frozenset()) | frozenset(
             map(lease_key, candidate.leases)
         )
 
     def fencing_tokens(self) -> dict[str, str]:
-        """Return the accepted candidates' fencing tokens as a commit property: `name=token,name=token`."""
+        """Return the commit property with the fencing tokens of the accepted candidates' leases.
+
+        Its value is `name=token,name=token`. Returns an empty mapping if no candidate has a lease.
+        """
         names = sorted({name for candidate in self.accepted for name in candidate.leases})
         lease_tokens = [f"{name}={Lease.from_contents(name, self.contents).token}" for name in names]
         return {LakeProperty.FENCING_TOKEN: ",".join(lease_tokens)} if lease_tokens else {}
@@ -279,7 +293,10 @@ class CommitPlan:
                 raise _CandidateRefused(key, CodedReason(why, "read_and_changed"), (), runs)
 
     def _has_same_rows(self, key: ContentKey, read_content: Content | None) -> bool:
-        """Return whether a key still holds what a run has read, apart from maintenance since."""
+        """Return whether a key still has the rows that a run has read; maintenance changes no rows.
+
+        `read_content` is the content at the run's base; None if the key did not exist.
+        """
         current_value = self._current_value(key)
         if current_value == read_content:
             return True
@@ -293,7 +310,12 @@ class CommitPlan:
         return self.tables.load_change(key, read_content, current_value).changes_no_rows
 
     def _plan_value(self, entry: DiffEntry, candidate: Candidate) -> PlannedContent:
-        """Return what the key holds after the candidate, in a plan that may already hold something newer."""
+        """Return the content of the key in the plan after the candidate's change.
+
+        This is the content on the run's branch, if neither `main` nor an earlier candidate has changed the
+        key since the base. Otherwise the run's change to a table is replayed on the newer state. Raises
+        _CandidateRefused if this is not possible.
+        """
         key, before, after, current_value = (
             entry.key,
             entry.from_content,
@@ -378,7 +400,11 @@ class CommitPlan:
         current_value: IcebergTable | StagedState,
         runs: tuple[str, ...],
     ) -> StagedState | IcebergTable:
-        """Replay the run's changes on the current state of the table."""
+        """Replay the run's changes on the current state of the table.
+
+        `runs` are the ids of the runs that a refusal names if the table's history does not record them.
+        Raises _CandidateRefused if the changes conflict.
+        """
         main_content = self.contents.get(key)
         if before and main_content and before.content_id != main_content.content_id:
             raise _CandidateRefused(
@@ -430,7 +456,7 @@ def _iter_written_tables(
 
 
 def _has_new_name(candidate: Candidate, table: IcebergTable) -> bool:
-    """Return whether the run moved a table to another key."""
+    """Return whether the run renamed the table: its content id is new at another key."""
     return any(
         entry.from_content is None
         and isinstance(entry.to_content, IcebergTable)
@@ -448,7 +474,7 @@ def _is_same_content(content: OtherContent, on_main: Content | None) -> bool:
 
 
 def _has_only_appends(change: TableChange) -> bool:
-    """Check for appends only: these do not depend on the files that `main` changed, so none are read."""
+    """Return whether all steps are appends. For these, the files of `main`'s change need not be read."""
     return all(step.mode is ChangeMode.APPEND for step in change.steps)
 
 
@@ -471,16 +497,17 @@ def _find_same_property(run_change: TableChange, main_change: TableChange) -> st
 
 
 _MAX_COMMITS = 2000
-"""The number of commits, newest first, that are searched for the runs of a conflict."""
+"""The most commits, from the newest on, that are searched for the runs of a conflict."""
 
 OUTSIDE_WRITER = "somebody outside branchlake"
 
 
 def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *, main_hash: str) -> Refused:
-    """Add to a refusal the publications that it conflicts with, and the new names of renamed tables.
+    """Return the refusal with the runs that it conflicts with, and with the new names of renamed tables.
 
-    `main_hash` is the hash of `main` at which the candidate was refused. Reads the log since the candidate's
-    base, once.
+    Runs are searched only if the refusal names none: those whose publications changed the tables in conflict,
+    and `OUTSIDE_WRITER` for other commits. `main_hash` is the hash of `main` at which the candidate was
+    refused. Reads the log since the candidate's base, once.
     """
     old_contents = {entry.key: entry.from_content for entry in candidate.changes}
     key_by_name = {key.name: key for key in (*old_contents, *(candidate.read_set or ()))}
@@ -501,9 +528,9 @@ def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *
 
 
 def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash: str) -> str | None:
-    """Return the first commit on `main` that has the candidate's last table as on its branch.
+    """Return the hash of the oldest commit on `main` that put the candidate's last table as on its branch.
 
-    None if that commit is not among the newest 2,000 since the base.
+    Returns None if that commit is not among the newest 2,000 commits since the base.
     """
     last_change = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
     commit_hash = None
@@ -519,7 +546,7 @@ def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash:
 
 
 def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
-    """Yield the commits since the candidate's base, at most `_MAX_COMMITS`."""
+    """Yield the commits since the candidate's base, newest first, at most `_MAX_COMMITS`."""
     return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
 
 
@@ -528,7 +555,10 @@ def _changes_key(entry: LogEntry, key: ContentKey) -> bool:
 
 
 def _find_new_name(entry: LogEntry, key: ContentKey, old_table: IcebergTable) -> str | None:
-    """Return the dotted name under which the same commit put the content that it deleted at `key`."""
+    """Return the new dotted name of a table that a commit renamed; None if the commit did not rename it.
+
+    A commit renames a table if it deletes `key` and puts the table's content id under another key.
+    """
     if not any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
         return None
     puts = (operation for operation in entry.operations if isinstance(operation, Put))

@@ -53,8 +53,9 @@ def publication_branch_name(run_id: str) -> str:
 class PreparedState:
     """A state on a branch of its own: `main` at `main_hash` plus one commit, on which checks can run.
 
-    `run_branches` are the branches whose changes the state holds, oldest first. `tables` are those of their
-    tables that were replayed. `changes` are the changes of the commit.
+    `hash` is the hash of that commit, and `changes` are its changes. `run_branches` are the run branches
+    whose changes the state contains, oldest first. `tables` are the dotted names of the tables whose changes
+    were replayed.
     """
 
     branch: str
@@ -80,10 +81,11 @@ class PreparedStates:
     def prepare(
         self, batch: Sequence[Candidate]
     ) -> tuple[PreparedState | None, dict[str, Result | Exception]]:
-        """Commit the rebased candidates to a publication branch.
+        """Commit the rebased candidates to a publication branch, replacing an older branch of that name.
 
-        Returns the state, or None if it would hold no candidate, and the results of the candidates that it
-        does not hold.
+        Returns the state, or None if no candidate can be rebased. Also returns, by branch name, the results
+        of candidates that are not in the state. A candidate that only conflicts with others of the state has
+        no result. Raises PublicationContended if Nessie reports a conflict on the new branch.
         """
         plan, results = self._committer.plan_for_checks(batch)
         if not plan.accepted:
@@ -110,7 +112,7 @@ class PreparedStates:
         return PreparedState(name, commit_hash, plan.main_hash, run_branches, tables, changes), results
 
     def load_all(self, names: Iterable[str] | None = None) -> list[PreparedState]:
-        """Load the states that this or an earlier process has prepared. Incomplete ones are left out.
+        """Load the states that this or an earlier process has prepared. Incomplete states are left out.
 
         `names` are the names of the publication branches, if the caller has listed them already.
         """
@@ -142,8 +144,9 @@ class PreparedStates:
     ) -> dict[str, Result | Exception] | None:
         """Publish exactly the state that was checked, for all its candidates.
 
-        Returns None if `main` has changed the same keys since. Otherwise returns the results of all
-        candidates, or of those because of which a new state must be prepared.
+        Returns results by branch name: `Published` for all candidates or, if nothing was published, only the
+        results of the candidates that caused this. Returns None if `main` has changed the same keys since.
+        After None or an incomplete result a new state must be prepared.
         """
         plan, results, is_current = self._committer.plan_checked_state(batch, prepared.changes)
         if results:
@@ -182,7 +185,10 @@ MAX_CHECK_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class PendingChecks:
-    """The state has no answer yet. `detail` says what it waits for, `check_run` is the run to launch."""
+    """The answer for a run whose state is not published or refused yet.
+
+    `detail` says what the run waits for. `check_run` is the check run that the sensor must launch, or None.
+    """
 
     detail: str
     check_run: CheckRun | None = None
@@ -192,9 +198,10 @@ RecheckResult = Published | Refused | NeedsChecks | PendingChecks | Exception
 
 
 class Recheck:
-    """Advances candidates that need checks by one step, from any state in which they are found.
+    """Advances candidates that need checks by one step, whatever step an earlier pass or process reached.
 
-    A check run that takes longer than `patience` is failed and requested again. `now` is the wall clock.
+    A check run that takes longer than `patience` is marked as failed and requested again. `now` returns the
+    wall clock time.
     """
 
     def __init__(
@@ -237,9 +244,10 @@ class Recheck:
         return answers
 
     def _prepare_separately(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, RecheckResult]:
-        """Prepare a state of one member alone, because a member fails the state of all.
+        """Prepare a state of one member alone, after the state of all members failed with an error.
 
-        The failing member gets its error as the result.
+        The members are tried in order until one of them has a state; the members after it wait. A member
+        that fails alone gets its error as the result.
         """
         answers: dict[str, RecheckResult] = {}
         for candidate, evidence in members.items():
@@ -253,9 +261,9 @@ class Recheck:
         return answers
 
     def pending_message(self, prepared: PreparedState) -> str | None:
-        """Format what a state waits for; None if no run checks it now.
+        """Return a sentence with the check run that a state waits for; None if no check run is active.
 
-        A check run that takes too long is marked as failed.
+        A check run that takes longer than the patience is marked as failed and no longer counts as active.
         """
         unfinished_runs = [
             run_record
@@ -275,9 +283,9 @@ class Recheck:
     def advance(
         self, prepared: PreparedState, members: Mapping[Candidate, RunEvidence]
     ) -> dict[str, RecheckResult]:
-        """Advance a state that no run checks now: publish it, divide it, or request its checks again.
+        """Advance a state without an active check run: publish it, divide it, or request its checks again.
 
-        `members` are its candidates with their evidence. Returns the results by branch name.
+        `members` are all candidates of the state, with their evidence. Returns the results by branch name.
         """
         if (outside_merge := self._states.find_outside_merge(prepared)) is not None:
             self._states.delete(prepared.branch)
@@ -328,7 +336,10 @@ class Recheck:
         return self._instance.get_run_records(RunsFilter(tags=tags))
 
     def _is_overdue(self, record: RunRecord) -> bool:
-        """Check whether a run exceeds the patience. A run in Dagster's queue has not started yet."""
+        """Return whether a check run has been running longer than the patience.
+
+        False for a run in Dagster's queue, because it has not started yet.
+        """
         start_time = record.start_time
         return (
             start_time is not None and self._now() - datetime.fromtimestamp(start_time, UTC) > self._patience
@@ -378,7 +389,7 @@ def _answer_all(members: Mapping[Candidate, RunEvidence], answer: RecheckResult)
 
 
 def _list_checks(evidence: Iterable[RunEvidence], prepared: PreparedState) -> tuple[tuple[str, str], ...]:
-    """List the (asset, check) pairs that read all rows of a rebased table."""
+    """Return the sorted (asset key, check name) pairs whose check reads all rows of a rebased table."""
     return tuple(
         sorted(
             {

@@ -1,8 +1,8 @@
-"""One pass over run branches: publish, discard or leave each one, and report which and why.
+"""One pass over run branches: publish, discard or leave each branch, and report the outcome with its reason.
 
-A pass starts from stored state, not from events. Whatever a lost tick, a crash or a backlog left behind is
-found again, because the branch still exists. A pass is bounded: the oldest runs come first, in batches from
-verdict to publication. Runs that do not fit into the time budget wait for the next pass.
+A pass starts from stored state, not from events. It finds the work that a lost tick, a crash or a backlog
+left unfinished, because the branch still exists. A pass is bounded: the oldest runs come first, in batches
+from verdict to publication. Runs that do not fit into the time budget wait for the next pass.
 
 A lock allows one pass over a lake at a time on one machine, but never waits for a stuck pass. Dagster gives a
 tick 60 s, then starts the next one while the old one goes on. Passes may overlap: each change of the lake
@@ -76,7 +76,7 @@ RUN_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN)
 
 
 class Reservations:
-    """The tables on which an older rebase is being checked, with the branch that each waits for.
+    """The tables on which an older rebase is being checked, each with the run branch that is rebased.
 
     Newer runs that changed one of these tables wait. Otherwise a busy table would change under every check.
     """
@@ -92,7 +92,7 @@ class Reservations:
         self._branches |= dict.fromkeys(keys, branch)
 
     def find_branch(self, keys: Iterable[ContentKey]) -> str | None:
-        """Return the branch that reserves one of the tables; None if there is none."""
+        """Return the branch for which one of the tables is reserved; None if none of them is reserved."""
         return next((self._branches[key] for key in keys if key in self._branches), None)
 
 
@@ -211,7 +211,11 @@ class BranchPublisher:
         advance: Callable[[PreparedState, Sequence[EndedRun], Reservations], list[Outcome]],
         reservations: Reservations,
     ) -> Iterator[Outcome]:
-        """Advance the states of `waiting` runs by branch name, and remove each run that has its outcome."""
+        """Advance the prepared states, and yield the outcomes of their runs.
+
+        `waiting` has the ended runs by branch name; each run with an outcome is removed from it. States
+        without a waiting run are skipped. `advance` returns the outcomes for one state and its waiting runs.
+        """
         for state in states:
             state_runs = [waiting[name] for name in state.run_branches if name in waiting]
             if not state_runs:
@@ -232,9 +236,10 @@ class BranchPublisher:
     def _advance_state(
         self, state: PreparedState, state_runs: Sequence[EndedRun], reservations: Reservations
     ) -> list[Outcome]:
-        """Return the outcomes of the runs of a state that waits for its checks.
+        """Advance a state that waits for its checks, and return the outcomes of its runs.
 
-        If the state is released, the list is empty, and its runs are assessed like all others.
+        If one of its runs can no longer be published, the state is deleted and the list is empty: its other
+        runs are then assessed like all others.
         """
         pending = self._recheck.pending_message(state)
         if len(state_runs) < len(state.run_branches) or pending:
@@ -260,7 +265,11 @@ class BranchPublisher:
         ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, RecheckResult]],
         reservations: Reservations,
     ) -> list[Outcome]:
-        """Return the outcomes of runs that share a state for their checks."""
+        """Return the outcomes of runs that share a state for their checks.
+
+        `ask` returns an answer for each member by branch name. The tables of members that wait are reserved;
+        the other members are finished.
+        """
         answers: Mapping[str, RecheckResult]
         try:
             answers = ask({candidate: one.evidence for candidate, one in members.items()})
@@ -284,7 +293,10 @@ class BranchPublisher:
     def _process_batch(
         self, batch: Sequence[EndedRun], reservations: Reservations, each: Callable[..., Iterable[Any]]
     ) -> Iterator[Outcome]:
-        """Assess and publish a batch. `each` is `map` or its parallel version."""
+        """Assess and publish a batch of runs, and yield an outcome for each of them.
+
+        `each` is `map` or its parallel version.
+        """
 
         def assess(ended_run: EndedRun) -> Outcome | AssessedRun:
             waiting = self._reserved_outcome(ended_run, reservations) if reservations else None
@@ -314,7 +326,10 @@ class BranchPublisher:
             return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
 
     def _reserved_outcome(self, ended_run: EndedRun, reservations: Reservations) -> Outcome | None:
-        """Return why a run waits: it changed a table on which an older rebase is being checked."""
+        """Return the outcome WAITING if the run changed a table on which an older rebase is being checked.
+
+        Returns None if the run need not wait, and a failed attempt if Nessie does not answer.
+        """
         base = find_recorded_base(ended_run.run.tags, ended_run.branch)
         if base is None or not ended_run.run.is_success:
             return None
@@ -343,9 +358,10 @@ class Reconciler(BranchPublisher):
     """Publishes or discards the branches of finished runs, in passes over all branches or for one run."""
 
     def reconcile_branches(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
-        """Reconcile all run branches, for at most `budget_s` seconds.
+        """Reconcile all run branches, and yield an outcome for each of them.
 
-        Runs that wait for the same tables are published together.
+        After `budget_s` seconds no further batch begins; the remaining runs get the outcome WAITING. Runs
+        that change the same tables are published together.
         """
         self._deadline = self._clock() + budget_s
         refs = list(
@@ -370,7 +386,7 @@ class Reconciler(BranchPublisher):
         yield from self._reconcile_ended(ended, states, self._advance_complete_state)
 
     def reconcile_run(self, run_id: str) -> Outcome | None:
-        """Reconcile the branch of one run; None if the branch does not exist (any more)."""
+        """Reconcile the branch of one run, and return the outcome; None if the branch does not exist."""
         branch = self._find_branch(run_branch_name(run_id))
         if branch is None:
             return None
@@ -405,9 +421,10 @@ class Reconciler(BranchPublisher):
     def _advance_complete_state(
         self, state: PreparedState, state_runs: Sequence[EndedRun], reservations: Reservations
     ) -> list[Outcome]:
-        """Advance a state; release it if some of its runs do not wait any more.
+        """Advance a state, or delete it and return an empty list if some of its runs no longer wait.
 
-        `state_runs` are those of all ended runs that belong to the state.
+        `state_runs` are all ended runs of the state that wait. The runs of a deleted state are assessed like
+        all others.
         """
         if len(state_runs) < len(state.run_branches):
             self._states.delete(state.branch)
@@ -426,7 +443,7 @@ def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 
 def waiting_outcome(pending_run: EndedRun | AssessedRun, why: str) -> Outcome:
-    """Return the outcome of a run that this pass leaves as it is."""
+    """Return the outcome WAITING, with the explanation `why`, of a run that this pass leaves as it is."""
     branch = pending_run.branch if isinstance(pending_run, EndedRun) else pending_run.branch.name
     return Outcome(branch, pending_run.run.run_id, RunState.WAITING, why)
 
@@ -490,9 +507,10 @@ def acquire_pass_lock(
 
 
 def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: float) -> None:
-    """Delete the lock file of a stuck holder, so that later passes create a new one.
+    """Delete the lock file if its holder is stuck, so that later passes create a new file.
 
-    Two passes may do so at the same moment and then work at the same time. That is allowed.
+    A holder is stuck if its pass began more than `longest_s` seconds before `now`. Two passes may delete the
+    file at the same moment and then work at the same time. That is allowed.
     """
     holder = _read_holder(handle)
     since = holder.since if holder else os.fstat(handle.fileno()).st_mtime
@@ -507,7 +525,7 @@ def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: floa
 
 
 def _is_current(path: Path, handle: IO[bytes]) -> bool:
-    """Check whether the opened file is still the lock file."""
+    """Return whether the opened file is still the lock file; False if it was deleted or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
     except FileNotFoundError:
@@ -515,7 +533,7 @@ def _is_current(path: Path, handle: IO[bytes]) -> bool:
 
 
 def _read_holder(handle: IO[bytes]) -> _PassHolder | None:
-    """Read the record in a lock file; None if the holder has not written it yet."""
+    """Read the record in a lock file; None if the holder has not written it yet or it is damaged."""
     handle.seek(0)
     try:
         return _PassHolder(**json.loads(handle.read() or b""))

@@ -86,7 +86,7 @@ TableStates = tuple[ContentKey, IcebergTable | None, IcebergTable]
 
 
 class ReplayImpossible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Iceberg's own validation refused the replay of a change that our rules allowed."""
+    """PyIceberg's validation refused the replay of a change that `find_overlap` allowed."""
 
 
 @dataclass
@@ -101,19 +101,21 @@ class StagedState:
 
 @dataclass(frozen=True)
 class _AddedFiles:
-    """The files that a change adds to a table. Its metadata files have been read."""
+    """The files that a change adds to a table, found by reading its metadata file and manifests."""
 
     unsynchronized: tuple[str, ...] = ()
-    """Files that their writer may not have synchronized to disk, without the metadata file."""
+    """Manifest lists, manifests and data files that their writer may not have synchronized to disk."""
     data_files: tuple[StoredFile, ...] = ()
+    """The added data and delete files, which have not been opened yet."""
     error: Exception | None = None
+    """The error of reading the metadata file or a manifest; the other fields are empty then."""
 
 
 def _start_synchronizing(pool: Executor | None, locations: Sequence[str]) -> Callable[[], OSError | None]:
-    """Make files durable in the pool. The returned function waits for that, and returns the disk's error.
+    """Start to flush local files to disk in the pool.
 
-    Without a pool, the work happens when the function is called: for one table, a thread costs more than it
-    saves.
+    Returns a function that waits for the flush and returns its OSError, or None. Without a pool, that
+    function flushes the files itself: for one table, a thread costs more than it saves.
     """
     if not any(map(is_local, locations)):
         return lambda: None
@@ -146,9 +148,9 @@ def _is_written_by_java(snapshot: Snapshot) -> bool:
 def _track_data_files(
     data_files: dict[str, StoredFile], io: FileIO, entries: Iterable[ManifestEntry]
 ) -> None:
-    """Apply the entries of a snapshot to `data_files`.
+    """Add the files that a snapshot added to `data_files` (by path), and remove its removed data files.
 
-    A later snapshot of the run may remove a data file that an earlier one added.
+    Call it for the snapshots from old to new: a later snapshot may remove a data file of an earlier snapshot.
     """
     for entry in entries:
         file = entry.data_file
@@ -159,9 +161,9 @@ def _track_data_files(
 
 
 class TableFormat(Protocol):
-    """What the publisher needs of a table format.
+    """The operations on tables that the publisher uses.
 
-    The simulation in the tests implements it without Iceberg.
+    `IcebergTableFormat` implements them for Iceberg, and the simulation in the tests without Iceberg.
     """
 
     def open(self, key: ContentKey, content: IcebergTable) -> StagedState:
@@ -175,24 +177,26 @@ class TableFormat(Protocol):
         *,
         files: bool = True,
     ) -> TableChange:
-        """Load what was done between two states of a table.
+        """Load the change between two states of a table.
 
-        If `before` is None, the change starts with the creation of the table. Without `files`, only layouts
-        and snapshot ids are loaded.
+        If `before` is None, the change starts with the creation of the table. With `files=False`, no manifest
+        is read and the steps have no files.
         """
 
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
-        """Open the files that a change adds to each table; None for a table that every reader can read.
+        """Check that the files that a change adds to each table can be read, and make them durable.
 
-        Afterwards these files are durable. Caches do not count: every call asks the storage.
+        Returns one result per table, in the order of `states`: the first error, or None if all files can be
+        read. Every call asks the storage, without a cache.
         """
 
     def replay(
         self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
     ) -> StagedState:
-        """Apply `run_change` to `target` and return the result.
+        """Apply `run_change` to `target` and return the resulting state, which is not committed.
 
-        `after` is the state of the table after `run_change`. Raises ReplayImpossible.
+        `after` is the table as `run_change` left it on the run's branch. Raises ReplayImpossible if Iceberg
+        refuses a step of the change.
         """
 
     def graft(
@@ -200,7 +204,7 @@ class TableFormat(Protocol):
     ) -> StagedState | None:
         """Return the run's state `after`, with the compactions of `target` since `before` in its history.
 
-        None if the table's format does not allow it. See `table_graft`.
+        Returns None if one side does not have format version 2. See `graft_run_state`.
         """
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
@@ -245,7 +249,7 @@ class IcebergTableFormat:
         *,
         files: bool = True,
     ) -> TableChange:
-        """Load what was done between two states, from manifests."""
+        """Load the change between two states. With `files=False`, no manifest is read."""
         table = after.table if isinstance(after, StagedState) else self._load_table(key, after)
         read_files = self._files.reader_for(table) if files else None
         return load_table_change(self._load_table(key, before) if before else None, table, read_files)
@@ -253,9 +257,9 @@ class IcebergTableFormat:
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
         """Find the first error of each table among its metadata, manifests, data and delete files.
 
-        For each table this reads the metadata file. For each snapshot that the change adds, it reads the
-        manifest list and the added manifests, and sends a request for each file that they name (see
-        `file_errors`).
+        Returns one result per table, in the order of `states`; None if there is no error. For each table this
+        reads the metadata file. For each snapshot that the change adds, it reads the manifest list and the
+        added manifests, and sends a request for each file that they name (see `file_errors`).
         """
         several = len(states) > 1
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) if several else nullcontext() as pool:
@@ -279,7 +283,10 @@ class IcebergTableFormat:
             ]
 
     def _read_added_files(self, state: TableStates) -> _AddedFiles:
-        """List the files that a change adds to a table, and read the metadata files among them."""
+        """Read the metadata file and manifests of a change, and list the files that it adds to the table.
+
+        Raises no error: the result has it.
+        """
         key, before, after = state
         unsynchronized, data_files = list[str](), dict[str, StoredFile]()
         java_files: set[str] = set()
@@ -337,7 +344,11 @@ class IcebergTableFormat:
     def replay(
         self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
     ) -> StagedState:
-        """Append the steps of `run_change` to `target`, one snapshot each, with their summaries."""
+        """Append the steps of `run_change` to `target`, one snapshot each, with their summaries.
+
+        Writes manifests. Raises ReplayImpossible if PyIceberg refuses a step; the written files are deleted
+        then.
+        """
         staged = StagedState(target.base, target.table, list(target.written_paths))
         self._apply_updates(
             staged,
@@ -347,7 +358,7 @@ class IcebergTableFormat:
             for step in run_change.steps:
                 self._apply_updates(staged, build_step_updates(staged, step))
         except Exception as error:
-            # No other code knows these files. Every pass would leave more of them in a full store.
+            # Only this state refers to these files. Every pass would leave more of them in a full store.
             delete_existing_files(staged, staged.written_paths[len(target.written_paths) :])
             if isinstance(error, ValidationException):
                 raise ReplayImpossible(str(error), table=key.name) from error
@@ -357,7 +368,10 @@ class IcebergTableFormat:
     def graft(
         self, key: ContentKey, before: IcebergTable, after: IcebergTable, target: StagedState
     ) -> StagedState | None:
-        """Return the run's state with the compactions of `main` in its history. Writes nothing."""
+        """Return the run's state with the compactions of `main` in its history. Writes no file.
+
+        Returns None if one side does not have format version 2.
+        """
         base_id = self._load_table(key, before).metadata.current_snapshot_id
         run_metadata = self._load_table(key, after).metadata
         metadata = graft_run_state(target.table.metadata, run_metadata, base_id)
@@ -406,7 +420,9 @@ class IcebergTableFormat:
 
 
 def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpdate, ...]:
-    """Make `new_schema` current: the table's own equal schema, or else a new one under a free id.
+    """Return the updates that make `new_schema` current, under the id that `target` has for an equal schema.
+
+    Without an equal schema, the updates add `new_schema` under a free id.
 
     The id of the schema on the run's branch may belong to another schema on `main`.
     """
@@ -419,7 +435,7 @@ def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpd
 
 
 def delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
-    """Delete files. Some may never have been written, and the store may refuse the deletion too."""
+    """Delete the files that exist among `paths`. Errors of the storage are logged, not raised."""
     for path in paths:
         try:
             staged.base.io.delete(path)
@@ -432,7 +448,10 @@ def delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
 
 
 def build_step_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableUpdate, ...]:
-    """Build one step as a snapshot on the state's table. Its manifests are written, nothing is committed."""
+    """Return the updates that add one step as a snapshot to the state's table.
+
+    Writes the snapshot's manifests and records them in `staged.written_paths`. Commits nothing.
+    """
     table = staged.table
     removed_files = {file.handle for file in step.removed}
     if removed_files:
@@ -475,7 +494,7 @@ class TableFilesUnreadable(_FileError, Transient):  # noqa: N818 - named like th
 
 
 def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candidate]) -> dict[str, Exception]:
-    """Return the error of each candidate, by branch, whose own files cannot be read.
+    """Return, by branch name, the errors of candidates whose own files cannot be read.
 
     Reads the metadata, manifest lists and manifests of the snapshots that a candidate adds to `main`, and
     asks for the size of their data and delete files. Files with `file://` locations are flushed to disk.
@@ -493,7 +512,8 @@ def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candida
 def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
     """Return the tables that the changes write, each with its content before and after.
 
-    A renamed table is returned under its new name.
+    Dropped tables are left out. A table whose content id the changes move to another key is a renamed table:
+    it is returned under its new key, with the content that it had under the old key.
     """
     old_tables = {
         entry.from_content.content_id: entry.from_content
@@ -509,7 +529,10 @@ def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
 
 @contextmanager
 def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
-    """Add the candidate to errors of its files, so that they do not block other candidates in every tick."""
+    """Raise errors of files in the body as `TableFiles…` errors that name the candidate's branch and run.
+
+    Such an error concerns one candidate alone, so it does not block others in every tick.
+    """
     try:
         yield
     except (OSError, StoredFileDamaged) as error:
@@ -517,7 +540,10 @@ def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
 
 
 def _to_file_error(error: Exception, candidate: Candidate, table: str) -> Exception:
-    """Return the error with its table, branch, run and file; other errors are returned unchanged."""
+    """Return the `TableFiles…` error with table, branch, run and file for an error of the storage.
+
+    Errors of other classes are returned unchanged.
+    """
     context = {"table": table, "branch": candidate.branch, "run_id": candidate.run_id}
     hint = "Nothing was published. Restore the file, or launch the run again."
     file_error: BranchlakeError

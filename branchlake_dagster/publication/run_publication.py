@@ -57,11 +57,12 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import RunBranchGone
 
 _UNPUBLISHED_STATES = (RunState.BLOCKED, RunState.REFUSED, RunState.UNBRANCHED, RunState.UNDONE)
-"""Recorded states that `publish()` returns as they are. With any other, the branch was discarded."""
+"""Recorded states that `publish()` returns as they are for a judged run without a publication. For any other
+recorded state it returns DISCARDED."""
 
 
 _MAX_PASSES = 20
-"""Each pass except the last one runs the checks that the pass before requested."""
+"""The most passes of one `publish()` call. After a pass that requests checks, the call runs these checks."""
 
 
 class RunUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -70,7 +71,7 @@ class RunUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What became of one run: whether `main` has it, and if not, why.
+    """The outcome of one run: whether `main` has it, and if not, why.
 
     Attributes:
         run_id (str): The run.
@@ -118,10 +119,10 @@ def publish(
     """Judges one finished run and publishes it if it passes, in the caller's process.
 
     The function does for tests, scripts and notebooks what the publication sensor does for a run: the same
-    gate, commit, tags and observations. The run's branch does not exist afterwards. Sensors may work at the
-    same time. If `main` has changed, some checks of whole tables must run again; they run in this process. A
-    judged run is not judged again: the function returns the recorded outcome, with the reasons as its tags
-    hold them (at most 250 characters).
+    gate, commit, tags and observations. The branch of a judged run is deleted, unless the settings keep it
+    for debugging. Sensors may work at the same time. If `main` has changed, some checks of whole tables must
+    run again; they run in this process. A judged run is not judged again: the function returns the recorded
+    outcome, with the reasons as its tags hold them (at most 250 characters).
 
     Args:
         run (str | ExecuteInProcessResult | DagsterRun): The run, its id, or the result of
@@ -201,7 +202,7 @@ def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseReso
 
 
 def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
-    """Run the checks that a rebased state needs, as the daemon would. A failed check raises no error here."""
+    """Run the checks that a rebased state needs, in this process. A failed check raises no error."""
     request = check_run.to_run_request()
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])
@@ -235,7 +236,7 @@ def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutco
 # -- as the last step of the run --------------------------------------------------------------------------
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
-"""Start of the message of the event by which a run reports that it could not publish itself."""
+"""The first words of the event message by which a run reports that it could not publish itself."""
 _SEE_STATUS = "See: branchlake status"
 _PATIENCE_S = 2.0
 """Seconds to wait for other runs that publish themselves at the moment, each within some tenths of a second.
@@ -339,12 +340,12 @@ _UNDECIDED = (
 class RunPublication(BranchPublisher):
     """Judges and publishes a run from inside it, as its last step.
 
-    The run must have opened a branch, and all its steps must have succeeded. The outcomes are those of an
-    ended run. Dagster does not show the run as finished yet.
+    The run must have opened a branch, and all its steps must have succeeded. It is judged like an ended run,
+    although Dagster does not show it as finished yet.
     """
 
     def publish(self, run: dg.DagsterRun) -> Outcome:
-        """Publish the run if it passes."""
+        """Judge the run, publish it if it passes, and return the outcome."""
         return self._end_run(
             run, lambda ended_run, reservations: next(self._process_batch([ended_run], reservations, map))
         )
@@ -386,7 +387,10 @@ class RunPublication(BranchPublisher):
         return self._publisher.publish(candidates, alive=lambda: self._require_publishable(candidates))
 
     def _require_publishable(self, candidates: Sequence[Candidate]) -> None:
-        """Raise if a run that publishes itself was fenced, ended or judged while it was suspended."""
+        """Raise an error if a run that publishes itself was fenced, ended or judged while it was suspended.
+
+        Raises ReferenceNotFound if its branch is gone, and RunBranchGone if it was ended or judged.
+        """
         for candidate in candidates:
             self._client.reference(candidate.branch)
             run = self._instance.get_run_by_id(candidate.run_id)
@@ -416,9 +420,10 @@ class RunPublication(BranchPublisher):
         return Outcome(name, run.run_id, RunState.REFUSED, reason)
 
     def _recorded_outcome(self, run: dg.DagsterRun, name: str) -> Outcome | None:
-        """Return the recorded outcome of a run whose clean-up failed; None if none is recorded.
+        """Return the outcome if the run is recorded as blocked or refused, else None.
 
-        The run must fail now, because perhaps no later pass will see it.
+        Its verdict was recorded but a later step, such as deleting the branch, failed. The run must fail now,
+        because perhaps no later pass will see it.
         """
         current = self._instance.get_run_by_id(run.run_id)
         if current is None or not is_judged(current.tags, name):

@@ -1,4 +1,4 @@
-"""The data and delete files that snapshots added and removed, from their manifests. No data file is opened.
+"""Reads the data and delete files that snapshots added and removed from manifests. Opens no data file.
 
 Each manifest is read once. A plan needs the snapshots of `main` since the base of each candidate, and needs
 them again when `main` has changed. With sixty runs that waited beside a busy writer, reading the same
@@ -78,7 +78,7 @@ def bounds_filter(predicate: ReplacedRows, schema: Schema) -> Callable[[DataFile
 def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
     """Convert the predicate to a PyIceberg expression.
 
-    The expression is wider where a column was dropped or has another type now.
+    A condition on a column that was dropped, or has another type now, is always true in the expression.
     """
     return _join_balanced([_slice_expression(conditions, schema) for conditions in predicate.slices])
 
@@ -113,7 +113,7 @@ other data of a file is as large as four columns."""
 _MAX_ENTRIES = 10_000
 """Most manifest entries that are kept between reading a run's files and planning it: 2 kB each."""
 _MAX_ANSWERS = 10_000
-"""Most answers of one kind that are kept for a layout."""
+"""The most cached filters, or answers per partition, for one layout."""
 _T = TypeVar("_T")
 
 
@@ -138,9 +138,10 @@ class SnapshotFiles:
         self._stored_snapshots = LRUCache(_MAX_ENTRIES, getsizeof=lambda stored: 1 + len(stored.entries))
 
     def load_stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
-        """Load the snapshot from the storage, without the cache.
+        """Load the snapshot's manifests from the storage, even if they are cached.
 
-        A plan that needs the snapshot next does not read it again. Raises as `history.manifests`.
+        The result is kept for the next call of a function of `reader_for`, which then does not read it again.
+        Raises FileNotFoundError or another OSError if a manifest cannot be read.
         """
         stored = _load_snapshot(snapshot, io)
         if snapshot.manifest_list and len(stored.entries) < _MAX_ENTRIES:
@@ -180,9 +181,9 @@ class SnapshotFiles:
 
 
 def _layout_key(metadata: TableMetadata) -> str:
-    """Return everything that decides how a file is described.
+    """Return a text that is equal for tables whose files are described alike: columns and partition specs.
 
-    Schema ids are left out, because a run's branch has its own schemas under them.
+    The schema's id is left out, because the same id stands for another schema on a run's branch.
     """
     specs = (spec.model_dump_json() for spec in metadata.partition_specs)
     return "\n".join((metadata.schema().model_dump_json(), str(metadata.default_spec_id), *specs))
@@ -253,7 +254,7 @@ class _FileConverter:
         self._partition_answers: dict[tuple[ReplacedRows, int, Record], bool] = {}
 
     def to_data_file(self, file: DataFile) -> File:
-        """Convert a data file."""
+        """Convert a data file to a `File`."""
 
         def may_hold(predicate: ReplacedRows) -> bool:
             return self._may_partition_hold(predicate, file) and self._bounds_filter(predicate)(file)
@@ -269,7 +270,10 @@ class _FileConverter:
         )
 
     def to_delete_file(self, file: DataFile) -> DeleteFile:
-        """Convert a file of row-level deletes."""
+        """Convert a file of row-level deletes to a `DeleteFile`.
+
+        `everywhere` is set for equality deletes without a partition.
+        """
 
         def may_hold(predicate: ReplacedRows) -> bool:
             return everywhere or self._may_partition_hold(predicate, file)
@@ -293,7 +297,7 @@ class _FileConverter:
             return str(file.partition)
 
     def _may_partition_hold(self, predicate: ReplacedRows, file: DataFile) -> bool:
-        """Check a partition once for all of its files."""
+        """Return whether the file's partition may contain rows of the predicate; cached by partition."""
 
         def build_filter() -> Callable[[DataFile], bool]:
             return partition_filter(predicate, self._schema, self._specs[file.spec_id])

@@ -1,8 +1,8 @@
-"""Keeps what was read of `main`'s log in a file, for the next process.
+"""Stores the part of `main`'s log that a process has read in a file, for the next process.
 
-Nessie needs a second to walk 50,000 commits, and more to send them. A commit's hash stands for everything
-before it. So what one process has read stays true for the next, back from any commit that `main` still has.
-The file is only a copy: without it, the log is read again.
+Nessie needs a second to walk 50,000 commits, and more to send them. A commit's hash identifies its whole
+history. So the stored history of any commit that `main` still has is valid for the next process. The file is
+only a copy: without it, the log is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ LOG_FOLDER = "run"
 
 
 class StoredCommit(NamedTuple):
-    """A commit of `main`: the branches that it published, and the heads that it merged outside branchlake."""
+    """A commit of `main`: the names of the branches that it published, or the heads that it merged.
+
+    `merged_heads` are the hashes of branch heads; they are recorded only for a merge outside branchlake.
+    """
 
     hash: str
     branches: Sequence[str] = ()
@@ -36,7 +39,7 @@ class StoredCommit(NamedTuple):
 class LogFile:
     """A file with consecutive commits of `main`, oldest first. Several processes may use it.
 
-    `most` is the largest number of commits that are written.
+    `most` is the largest number of commits in the file; only the newest are written.
     """
 
     path: Path

@@ -1,8 +1,8 @@
-"""What a run, or `main` meanwhile, did to one table, as plain values, and how they are loaded.
+"""The change of one table by a run, or by `main` since the run's base, and how it is loaded.
 
-A change is a list of steps, one per snapshot since the common base, and the layout before and after. Each
-step has the data files that it added and removed. They come from the tables' metadata and manifests; no data
-is read. `find_overlap` compares two changes.
+A `TableChange` has a list of steps, one per snapshot since the common base, and the layout before and after.
+Each step has the data files that it added and removed. They come from the table's metadata and manifests; no
+data file is read. `find_overlap` compares two changes.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class File:
     path: str
     partition: str = ""
     bounds: Callable[[str], FileBounds | None] = field(default=_no_bounds, compare=False, repr=False)
-    """Returns the bounds of a column by its name; None if the manifest does not have them."""
+    """Returns the bounds of a column by its name; None if they are unknown or the column may have nulls."""
     handle: Any = field(default=None, compare=False, repr=False)
-    """The object of the table format that stands for the file."""
+    """The table format's own object for the file: PyIceberg's `DataFile`."""
     may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
     """Checks by partition and bounds whether the file may hold rows of a predicate."""
     rows: int | None = None
@@ -98,9 +98,9 @@ class DeleteFile:
     paths: DataPaths | None = None
     """The data files whose rows it may delete; None if its manifest entry does not show them."""
     everywhere: bool = False
-    """Whether it concerns all partitions, as an equality delete without a partition does."""
+    """Whether the file may delete rows of all partitions, as an equality delete without a partition does."""
     may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
-    """Checks whether it may delete rows of a predicate."""
+    """Checks whether the file may delete rows of a predicate."""
 
     def may_delete_from(self, file: File) -> bool:
         """Return whether this delete file may delete rows of `file`, an older data file."""
@@ -164,7 +164,7 @@ _STATISTICS = "statistics"
 
 @dataclass(frozen=True)
 class LayoutColumn:
-    """A column as data files identify it: by id."""
+    """A top-level column. Data files identify columns by `id`; `type` is the name of the Iceberg type."""
 
     id: int
     name: str
@@ -174,7 +174,7 @@ class LayoutColumn:
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns, and the partition fields as (source column, transform, name)."""
+    """The layout of a table. `spec` are its partition fields as (source column, transform, name)."""
 
     columns: tuple[LayoutColumn, ...] = ()
     spec: tuple[tuple[str, str, str], ...] = ()
@@ -193,20 +193,21 @@ class Layout:
 
     @property
     def without_statistics(self) -> Layout:
-        """The same layout without the statistics of single snapshots."""
+        """The same layout without the statistics files of snapshots, for comparisons."""
         return replace(self, others=tuple(other for other in self.others if other[0] != _STATISTICS))
 
     @property
     def partition_columns(self) -> frozenset[str]:
-        """The columns by which the table is partitioned."""
+        """The names of the source columns of the partition fields."""
         return frozenset(source for source, _, _ in self.spec)
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """All changes between `before` (None if the table was created) and `after`.
+    """All changes between the layouts `before` (None if the table was created) and `after`.
 
-    The oldest step comes first.
+    `steps` has one step per snapshot, oldest first. `properties_set` are the table properties that were added
+    or changed, with their new values.
     """
 
     before: Layout | None
@@ -219,9 +220,9 @@ class TableChange:
     """How many snapshots of `before` are not in the history any more."""
 
     def shared_steps(self, other: TableChange) -> Literal["all", "some"] | None:
-        """Return whether another change has all, some or none (None) of these steps.
+        """Return whether another change contains "all" or "some" of these steps; None if it contains none.
 
-        A replayed step counts like the step itself.
+        Steps are compared by snapshot id. A replayed step counts like the step that it replays.
         """
         other_ids = {
             snapshot_id for step in other.steps for snapshot_id in (step.snapshot_id, step.original_id)
@@ -239,7 +240,7 @@ class TableChange:
 
     @property
     def is_only_maintenance(self) -> bool:
-        """Whether only old snapshots with their statistics were removed, or manifests merged.
+        """Whether nothing happened but the expiry of old snapshots and the merging of manifests.
 
         Rows, files, columns and properties are the same. False for a new table.
         """
@@ -341,10 +342,11 @@ def _format_statistics(metadata: TableMetadata) -> str:
 def load_table_change(
     before: Table | None, after: Table, files: Callable[[Snapshot], TouchedFiles] | None
 ) -> TableChange:
-    """Load what was done to a table between two of its states.
+    """Load the change of a table between two of its states.
 
-    If `before` is None, the change starts with the creation of the table. `files` reads the files of the
-    snapshots of `after`; without it, only layouts and snapshot ids are loaded.
+    If `before` is None, the change starts with the creation of the table. `files` reads the files of a
+    snapshot of `after`. If it is None, no manifest is read: the steps have no files, and their mode is
+    UNKNOWN.
     """
     old_metadata = before.metadata if before else None
     base_snapshot_id = old_metadata.current_snapshot_id if old_metadata else None
@@ -383,7 +385,7 @@ def load_table_change(
 
 
 def _build_bare_step(snapshot: Snapshot) -> SnapshotChange:
-    """Build a step without reading its files."""
+    """Build a step from the snapshot's summary alone: without files, and with the mode UNKNOWN."""
     return SnapshotChange(
         snapshot.snapshot_id,
         ChangeMode.UNKNOWN,
@@ -399,7 +401,9 @@ def _reversals_by(
 ) -> Iterator[SnapshotChange]:
     """Yield a step for each compaction that a snapshot reverses, newest first.
 
-    The snapshot's own manifests do not show that it has the old files instead of the compacted ones.
+    The step removes the compacted files and adds the old files again. The snapshot's own manifests do not
+    show this; its summary records the ids of the reversed compactions. The step of an expired compaction has
+    the mode UNKNOWN.
     """
     for text in filter(None, (summary_value(snapshot, LakeProperty.REVERSED_SNAPSHOTS) or "").split(",")):
         compaction = table.metadata.snapshot_by_id(int(text))
@@ -475,9 +479,10 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
 
 
 def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | None) -> ChangeMode:
-    """Return the recorded write mode.
+    """Return the write mode that the snapshot records.
 
-    Without a record, return the mode with the strictest conflict rules that fits the operation.
+    Without a record, this is APPEND for Iceberg's operation `append` that removed no files, REPLACE_TABLE if
+    all data files of `before` were removed, and REWRITE otherwise.
     """
     recorded = summary_value(snapshot, LakeProperty.WRITE_MODE)
     if recorded in _MODES:
@@ -490,9 +495,9 @@ def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | Non
 
 
 def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
-    """Treat an append that removes files of others as a rewrite.
+    """Yield the steps, with the mode REWRITE for appends that remove files from before the change.
 
-    An append may remove files of earlier steps: the second attempt of a step undoes the first one.
+    An append may remove files that earlier steps added: the second attempt of a step undoes the first one.
     """
     own_paths: set[str] = set()
     for step in steps:
@@ -504,6 +509,6 @@ def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
 
 
 def list_live_paths(table: Table) -> set[str]:
-    """List the paths of the data files in the current snapshot."""
+    """Return the paths of the data files in the current snapshot."""
     files = read_live_files(table.io, table.current_snapshot(), ManifestContent.DATA)
     return {file.file_path for file in files}

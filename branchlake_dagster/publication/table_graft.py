@@ -1,4 +1,4 @@
-"""The state of a run's table on a `main` that only compacted the table since the run's base.
+"""Builds the state of a run's table on a `main` that only compacted the table since the run's base.
 
 A rebase cannot replay everything: delete files, a new sort order, a replaced table. A run with such a change
 is refused if another run changed its table. A compaction changes no row, so it must not be the cause. Then
@@ -20,9 +20,9 @@ from branchlake_dagster.stored_names import LakeProperty
 def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None) -> TableMetadata | None:
     """Return the run's table metadata with the history of `main` inserted after the common base.
 
-    `base_id` is the current snapshot at the run's base. The caller ensures that `main` only compacted the
-    table since the base, and that the run's snapshots lead back to it. None if one side does not have format
-    version 2.
+    `base_id` is the id of the current snapshot at the run's base; None if there was none. The caller ensures
+    that `main` only compacted the table since the base, and that the run's snapshots lead back to the base.
+    Returns None if one side does not have format version 2.
     """
     if not isinstance(main, TableMetadataV2) or not isinstance(run, TableMetadataV2):
         return None
@@ -64,7 +64,11 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
 
 
 def _follow_main(snapshot: Snapshot, main: TableMetadata, base_id: int | None) -> Snapshot:
-    """Return a snapshot of the run; the first one gets `main`'s current snapshot as its parent."""
+    """Return a snapshot of the run, adapted to follow the history of `main`.
+
+    Only the run's first snapshot after the base changes: its parent becomes `main`'s current snapshot, and
+    its summary records the ids of `main`'s snapshots since the base, which it reverses.
+    """
     is_first = snapshot.parent_snapshot_id == base_id and main.current_snapshot_id != base_id
     if not is_first or snapshot.summary is None:
         return snapshot

@@ -42,14 +42,17 @@ repeatedly."""
 
 
 _MAX_ALERT_ATTEMPTS = 5
-"""Attempts to alert for one run. If a receiver is down for longer, the failed ticks show it anyway."""
+"""The most attempts to alert for one run. The failed ticks show that a receiver is down for longer."""
 _PAGE = 100
 _CLOCK_SKEW = timedelta(seconds=30)
 """How far the clocks of the processes that write to Dagster's database may differ."""
 _TICK_S = 30.0
-"""Dagster ends an evaluation after 60 s. The next tick continues with the remaining runs."""
+"""The seconds after which a tick sends no further alert; the next tick continues with the remaining runs.
+
+Dagster ends an evaluation after 60 s.
+"""
 _MAX_EVENTS = 50
-"""Most of the newest events in a run's log that are searched for the publisher's report."""
+"""The number of newest engine events in a run's log that are searched for the publisher's report."""
 
 
 class AlertFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -77,8 +80,8 @@ class UnpublishedRun:
             `main` first), or `set aside` (judging or publishing the run failed eight times).
         message (str): What happened and what to do, as in the run's log.
         reasons (Sequence[str]): The reasons without advice, one for each check or conflict.
-        partitions (Mapping[AssetKey, Set[str | None]]): What the run had written, by asset; None stands for
-            an asset without partitions.
+        partitions (Mapping[AssetKey, Set[str | None]]): The partitions on the run's branch, by asset; None
+            stands for an asset without partitions.
         url (Optional[str]): The page of the run, if the sensor knows the address of Dagster's UI.
 
     Examples:
@@ -99,12 +102,15 @@ class UnpublishedRun:
 
     @property
     def text(self) -> str:
-        """One line for a person: assets and partitions, message, run."""
+        """The alert as one line: the assets with partitions, the message, and the run's page or short id."""
         written = ", ".join(_format_asset(key, keys) for key, keys in sorted(self.partitions.items()))
         return f"{written or self.job_name}: {self.message} Run {self.url or self.run_id[:8]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the run to JSON values for a webhook."""
+        """Return the JSON body for a webhook.
+
+        The keys are `text`, `state`, `run_id`, `job`, `reasons`, `assets` and `url`.
+        """
         return {
             "text": self.text,
             "state": self.state,
@@ -141,7 +147,8 @@ def webhook_alert(
         timeout_s (float): Seconds to wait for a connection and for an answer. (default: 10)
 
     Returns:
-        Callable[[UnpublishedRun], None]: Raises `AlertFailed` if the answer is not 2xx or does not arrive.
+        Callable[[UnpublishedRun], None]: The function that posts. It raises `AlertFailed` if the answer is
+            not 2xx or does not arrive, and `ConfigurationError` if the address is empty.
 
     Examples:
         .. code-block:: python
@@ -347,9 +354,10 @@ def _load_changed_runs(
 
 
 def _parse_attempts(value: str, run_id: str) -> int | None:
-    """Parse the number of failed alerts for this run; None if an alert was sent.
+    """Return the number of failed alerts that the tag value records for this run; None if one was sent.
 
-    A re-execution inherits the tag of its parent, which is ignored.
+    A re-execution inherits the tag of its parent. That tag names another run and is ignored, so the result
+    is 0.
     """
     owner, _, state = value.partition(" ")
     if owner != run_id:
@@ -382,9 +390,10 @@ def _build_unpublished_run(
 
 
 def _read_report(instance: DagsterInstance, run: DagsterRun) -> tuple[str, Sequence[str]]:
-    """Read the publisher's message and reasons from the run's log.
+    """Return the publisher's message and its reasons from the run's log.
 
-    If the log has no report, return the short text of the tag.
+    If the log has no report of the publisher, both are taken from the run's tag for the reason (at most 250
+    characters).
     """
     reason = run.tags.get(RunTag.REASON, "")
     records = instance.get_records_for_run(

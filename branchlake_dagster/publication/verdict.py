@@ -1,6 +1,6 @@
 """The quality gate: derive a verdict from evidence, and block if evidence is missing. Pure functions.
 
-Evidence is what a finished run did, and what its assets demand, as plain values.
+Evidence (`RunEvidence`) records what a finished run did and which rules its assets have.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CheckName = tuple[str, str]
 
 @dataclass(frozen=True)
 class CheckEvaluation:
-    """The result of one check. `is_blocking` is True if its severity is ERROR."""
+    """The last result of one check. `is_blocking` is True if its severity is ERROR, passed or not."""
 
     passed: bool
     is_blocking: bool
@@ -60,7 +60,8 @@ class WrittenPartition:
 
     `rows` is the row count of the whole table on the branch, `partition_rows` that of the partition.
     `timestamp` is in seconds since 1970. `is_whole_partition` is True if the run replaced the partition, so
-    that the published partition holds only its rows.
+    that the published partition holds only its rows. `preview` is a sample of rows as Markdown. A field is
+    None if the materialization did not report it.
     """
 
     position: EventPosition
@@ -77,11 +78,11 @@ class WrittenPartition:
 class AssetRules:
     """The rules of an asset in the current definitions.
 
-    `table` is its table and `checks` are the names of its checks. `demands_checks`: it may not be published
-    without a check. `whole_table_checks` has the checked tables of each check that reads all rows.
-    `serializable`: the asset asks for serializable isolation. `upstream_tables` are the tables of the assets
-    that it is made from. `lease_name` is the name under which it is exclusive. `columns_frozen`: runs may not
-    change the columns of its table.
+    `table` is the dotted name of its table, and `checks` are the names of its checks. `demands_checks` is
+    true if the asset may not be published without a check. `whole_table_checks` has the names of the tables
+    that each check reads, for checks that read all rows. `serializable` is true if the asset declares
+    serializable isolation. `upstream_tables` are the tables of the assets that it depends on. `lease_name` is
+    the name of its exclusive lease, or None. `columns_frozen` is true if runs may not change its columns.
     """
 
     table: str
@@ -96,7 +97,12 @@ class AssetRules:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """All facts that the verdict on a run depends on. A partition is None for an event without partition."""
+    """All facts that the verdict on a run depends on.
+
+    `evaluations` has the last result by (check, partition), `written_partitions` the last materialization by
+    (asset, partition), and `rules` the rules of each written asset. The partition is None for an event
+    without a partition. `write_set` has the dotted names of the changed tables, views and functions.
+    """
 
     run_id: str
     succeeded: bool
@@ -145,7 +151,7 @@ class RunEvidence:
 
     @property
     def leases(self) -> frozenset[str]:
-        """The names under which written assets are exclusive."""
+        """The names of the exclusive leases that the written assets need."""
         return frozenset(rules.lease_name for rules in self.rules.values() if rules.lease_name)
 
     @property
@@ -170,9 +176,11 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on a run, its reasons and warnings, and how many of the evaluated checks passed.
+    """The decision on a run, with its reasons and warnings.
 
-    `failed_tables` are the dotted names of the tables whose rows failed a blocking check.
+    `checks_passed` counts evaluations that passed; `checks_total` counts all evaluations and the planned
+    checks without an evaluation. `failed_tables` are the dotted names of the tables whose rows failed a
+    blocking check.
     """
 
     decision: Decision
@@ -201,9 +209,9 @@ class Verdict:
 
 
 def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
-    """Judge a run by its evidence.
+    """Judge a run by its evidence, and return the verdict.
 
-    A run is blocked by each of these:
+    Failed checks of severity WARN become warnings. A run is blocked by each of these:
 
     - The run did not succeed.
     - A planned check has no evaluation: it crashed or was skipped.
@@ -362,7 +370,10 @@ def _format_failure(
 
 
 def _format_scope(evidence: RunEvidence, name: CheckName) -> str:
-    """Return a note for checks on a whole partitioned table: the failing rows may be older than the run."""
+    """Return a note for a check on a whole partitioned table, else an empty text.
+
+    The failing rows of such a check may be older than the run.
+    """
     asset, check = name
     partitioned = any(written == asset and part is not None for written, part in evidence.written_partitions)
     if (
@@ -383,7 +394,7 @@ LAUNCH_AGAIN = "Launch it again: the new run starts from the current main."
 
 
 def format_rows_hint(tables: Sequence[str], run_id: str) -> str:
-    """Format the commands that show the rows which failed a check; empty if `tables` is empty.
+    """Format a sentence with the commands that show the rows which failed a check; empty without `tables`.
 
     `tables` are dotted names. The commands find the run's rows on its branch, and later on the tag of the
     discarded branch.
