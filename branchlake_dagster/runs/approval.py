@@ -30,7 +30,7 @@ from branchlake_dagster.tables.errors import NotApproved
 _CHUNK_SIZE = 200
 """The number of run ids in one query."""
 _MAX_FOLLOWED = 20
-"""The most backfills in one tag, because Dagster limits the length of tags."""
+"""The most ids of backfills and runs in one tag, because Dagster limits the length of tags."""
 
 
 def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
@@ -45,12 +45,11 @@ def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
 def inherited_approval_tags(
     tags: Mapping[str, str], consumed: Iterable[tuple[str, Mapping[str, str]]]
 ) -> dict[str, str]:
-    """Return the new tags of a run that consumed the results of other runs.
+    """Return the tags to add to a run that consumed the results of other runs.
 
-    `consumed` has their ids and tags.
-
-    The run's result waits for approval if a consumed result did, whether that one is approved or not. The
-    tags are empty if no consumed run is subject to approval.
+    `tags` are the run's present tags; `consumed` has the ids and tags of the other runs. If one of these runs
+    or the run itself is subject to approval, approved or not, the run's result must be approved too.
+    Otherwise the result is empty. Tags that the run already has are left out.
     """
     names: dict[str, None] = {}
     if RunTag.APPROVAL in tags:
@@ -80,9 +79,10 @@ def requires_approval(run: DagsterRun) -> bool:
 
 
 class Approvals:
-    """Finds the runs whose results wait for approval, or have one of `states`. Create one object per tick.
+    """Finds the runs whose approval tag has one of `states`, by default those that wait for approval.
 
-    Each run is queried once. No run is queried if no run of the Dagster instance has such a state.
+    Create one object per tick, because the tags of each run are read once. No run is read if no run of the
+    Dagster instance has such a tag.
     """
 
     def __init__(self, instance: DagsterInstance, states: Sequence[str] = (APPROVAL_REQUIRED,)) -> None:
@@ -93,11 +93,11 @@ class Approvals:
 
     @cached_property
     def has_any(self) -> bool:
-        """Whether the Dagster instance has such runs. Cost: one query for at most one row."""
+        """Whether a run of the instance has one of the states. Cost: one query for at most one row."""
         return bool(self._instance.get_run_ids(RunsFilter(tags=self._state_filter), limit=1))
 
     def filter_runs(self, run_ids: Collection[str]) -> set[str]:
-        """Return the runs that have one of the states."""
+        """Return the ids among `run_ids` whose run has one of the states."""
         if not self.has_any:
             return set()
         unread_run_ids = [run_id for run_id in run_ids if run_id not in self._tags]
@@ -110,7 +110,10 @@ class Approvals:
         return {run_id for run_id in run_ids if self._tags[run_id]}
 
     def approval_names(self, run_ids: Collection[str]) -> tuple[str, ...]:
-        """Return the ids under which the results of these runs are approved."""
+        """Return the sorted ids under which the results of these runs are approved.
+
+        Runs without one of the states are skipped.
+        """
         matching_run_ids = self.filter_runs(run_ids)
         return tuple(
             sorted(
@@ -121,8 +124,8 @@ class Approvals:
     def inherit_approval(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
         """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
 
-        Raises NotApproved if no person launched the run for `asset` (`requires_approval`), and an unapproved
-        result was published before the run began to read.
+        `consumed` are the ids of the runs whose results the run has read for `asset`. Raises NotApproved if
+        the run must only consume approved results (`requires_approval`) and one of them is not approved.
         """
         consumed_tags = {consumed_id: self._tags[consumed_id] for consumed_id in self.filter_runs(consumed)}
         own_run = self._instance.get_run_by_id(run_id) if consumed_tags else None
@@ -152,7 +155,7 @@ class Approvals:
 
 
 def is_on_main(run: DagsterRun) -> bool:
-    """Return whether Dagster has a record that the run's result is on `main`, and none of its undo."""
+    """Return whether the run's tags record that its result is on `main` and was not undone."""
     location = find_run_location(run.tags, run.run_id)
     if run.tags.get(RunTag.STATUS) == RunState.UNDONE:
         return False

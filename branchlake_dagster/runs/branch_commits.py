@@ -27,7 +27,10 @@ def iter_put_tables(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]
 
 
 def newest_metadata_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
-    """Return the newest metadata location of each table that the commits put, by content id."""
+    """Return the newest metadata location of each table that the commits put, by content id.
+
+    The commits must be in order, newest first.
+    """
     locations: dict[str, str] = {}
     for entry in newest_first:
         for _, table in iter_put_tables(entry):
@@ -44,8 +47,8 @@ def find_added_snapshots(
     """Find the snapshots that a commit added to one table, newest first. None if they can no longer be found.
 
     `content` is the table as the commit put it. `snapshots_before` maps content ids to the snapshot ids
-    before the commit. The search walks from the current snapshot back to the one before the commit. A
-    rollback ends at an older snapshot, with a smaller sequence number, and adds no snapshots.
+    before the commit. The search walks from the current snapshot back to that snapshot. A rollback makes an
+    older snapshot current, with a smaller sequence number, and adds no snapshots.
 
     Cost: reads one file, or none if the snapshot stayed the same. Spark may delete old metadata files
     (`write.metadata.delete-after-commit.enabled`). Then the file at the table's location in
@@ -143,7 +146,7 @@ class BranchCommits:
         return None
 
     def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
-        """Return whether one of the runs made the snapshot, or the snapshot does not change rows.
+        """Return whether one of the runs made the snapshot, or its operation `replace` changes no rows.
 
         Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
         """

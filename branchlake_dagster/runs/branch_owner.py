@@ -36,7 +36,7 @@ from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
 from branchlake_dagster.wording import format_names
 
 UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-"""A regular expression for Python and for Nessie's filters."""
+"""A regular expression for a UUID in lower case, in the syntax of Python and of Nessie's filters."""
 _ALL_PREFIXES = (
     ReferencePrefix.RUN,
     ReferencePrefix.PUBLICATION,
@@ -51,17 +51,20 @@ def _name_pattern(*prefixes: str) -> str:
 
 
 def branch_filter(*prefixes: str) -> str:
-    """Return Nessie's filter for branchlake's branches with these prefixes."""
+    """Return Nessie's filter for branches whose name is one of these prefixes plus a run's or batch's id."""
     return f"refType == 'BRANCH' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
 def tag_filter(*prefixes: str) -> str:
-    """Return Nessie's filter for branchlake's tags with these prefixes."""
+    """Return Nessie's filter for tags whose name is one of these prefixes plus a run's or batch's id."""
     return f"refType == 'TAG' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
 def is_own_reference(name: str, *prefixes: str) -> bool:
-    """Return whether branchlake uses this reference name. Without `prefixes`, any of its prefixes counts."""
+    """Return whether a reference name is one of branchlake's: a prefix plus the id of a run or batch.
+
+    Without `prefixes`, each of branchlake's prefixes counts.
+    """
     return re.fullmatch(_name_pattern(*(prefixes or _ALL_PREFIXES)), name) is not None
 
 
@@ -128,7 +131,7 @@ def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> 
 
 
 def load_branch_owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
-    """Load the run that `branch` belongs to, by the rules of `load_branch_owners`."""
+    """Load the run that owns `branch`, by the rules of `load_branch_owners`; None if Dagster has none."""
     record = load_branch_owners(instance, [branch])[branch]
     return record.dagster_run if record else None
 
@@ -148,7 +151,7 @@ def load_runs_on_branch(instance: DagsterInstance, branch: str) -> tuple[Dagster
 def iter_continuing_runs(
     instance: DagsterInstance, branches: Collection[str]
 ) -> Iterator[tuple[str, DagsterRun]]:
-    """Iterate over the branches that other runs took over, with those runs, newest first."""
+    """Yield (branch, run) for each run that continues the work of one of `branches`, newest run first."""
     for chunk in _iter_chunks(branches):
         for run in instance.get_runs(RunsFilter(tags={RunTag.CONTINUES: chunk})):
             location = find_run_location(run.tags, run.run_id)
@@ -170,7 +173,10 @@ def _storage_id(record: RunRecord) -> int:
 
 
 def _load_related_runs(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
-    """Load the runs that branches are named after, the runs that opened them, and all retries, by run id."""
+    """Load the runs that the branches are named after, the runs that opened them, and all re-executions.
+
+    The result is by run id. It includes re-executions of re-executions.
+    """
     records: dict[str, RunRecord] = {}
     for chunk in _iter_chunks(branches):
         records |= _index_by_run_id(instance.get_run_records(RunsFilter(tags={RunTag.BRANCH: chunk})))
@@ -201,7 +207,11 @@ def _iter_chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
 
 
 def _branch_of_run(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
-    """Return the branch that a run works on: the one that it opened, or a retry's parent's, or its own."""
+    """Return the branch that a run works on.
+
+    This is the branch that it opened; else for a retry the branch of its parent; else the branch that is
+    named after the run.
+    """
     if is_opened_by(run.tags, run.run_id):
         return run.tags[RunTag.BRANCH]
     parent = records.get(run.parent_run_id or "")
@@ -233,7 +243,7 @@ _RANDOM_BITS = 76
 
 @dataclass(frozen=True)
 class BatchBranch:
-    """The content of a batch branch's name: the live run, the Dagster instance, and the time of creation.
+    """The parts of a batch branch's name: the live run, the Dagster instance, and the time of creation.
 
     `run_id` and `instance` are empty if they are unknown.
     """
@@ -269,20 +279,20 @@ def build_batch_branch_name(run_id: str, instance: str, *, now: datetime, random
 
 
 def writer_branch(branch: str) -> str:
-    """Return the branch named after the run that works on `branch`.
+    """Return the name of the run branch of the process that writes `branch`, under which it sends heartbeats.
 
-    It differs from `branch` for batches only.
+    For the branch of a batch this is the branch of its live run; otherwise it is `branch` itself.
     """
     batch = BatchBranch.from_name(branch)
     return run_branch_name(batch.run_id) if batch else branch
 
 
 _MAX_COMMITS = 200
-"""The most commits of a branch that are read."""
+"""The most commits of a branch that are searched for the ids of Dagster instances."""
 
 
 class Maker(StrEnum):
-    """Who made a branch whose run this instance does not know."""
+    """The Dagster instance that made a branch: this instance, another instance, or unknown."""
 
     HERE = "this instance's"
     ELSEWHERE = "another instance's"
@@ -291,7 +301,10 @@ class Maker(StrEnum):
 
 @dataclass(frozen=True)
 class BranchOrigin:
-    """Who made a branch. `instance_ids` are the instances that its name, commits and heartbeats record."""
+    """The origin of a branch or tag: which Dagster instance made it.
+
+    `instance_ids` are the sorted ids of the instances that its name, commits and heartbeats record.
+    """
 
     maker: Maker = Maker.UNKNOWN
     instance_ids: tuple[str, ...] = ()
@@ -318,12 +331,10 @@ def load_instance_id(instance: DagsterInstance) -> str | None:
 
 
 class OriginFinder:
-    """Finds who made a branch or a tag.
+    """Finds which Dagster instance made a branch or a tag.
 
-    `own_instance` is this instance's id; if it is None, no branch is its own.
-
-    `files` reads the table metadata that Spark's commits refer to. Without it, Spark's commits reveal no
-    instance.
+    `own_instance` is the id of the present instance; if it is None, no branch counts as its own. `files`
+    reads the table metadata that Spark's commits refer to. Without it, Spark's commits reveal no instance.
     """
 
     def __init__(
@@ -340,11 +351,11 @@ class OriginFinder:
         base_hash: str | None = None,
         heartbeat_instances: frozenset[str] = frozenset(),
     ) -> BranchOrigin:
-        """Find who made `ref`, which must include its metadata.
+        """Find which Dagster instance made `ref`, which must include its metadata.
 
-        `base_hash` is where the reference left `main`; Nessie knows this for branches but not for tags.
-        `heartbeat_instances` are the instances that send heartbeats for it. The reference is this instance's
-        own only if all records name this instance.
+        `base_hash` is the commit of `main` that the reference started from; Nessie records this for branches
+        but not for tags. `heartbeat_instances` are the ids of the instances that send heartbeats for it. The
+        result is HERE only if all records name this instance, and UNKNOWN if there is no record.
         """
         metadata = ref.metadata
         ancestor = base_hash or (metadata.common_ancestor_hash if metadata else None)

@@ -58,9 +58,10 @@ def claim_tag_name(branch: str) -> str:
 
 
 def claim_branch(client: NessieClient, branch: Reference) -> tuple[str, bool]:
-    """Claim the branch.
+    """Claim the branch at the hash of `branch`, unless a publisher has claimed it already.
 
-    Return the hash to publish, and whether an earlier publisher had claimed it already.
+    Returns the hash at which it is claimed, which is the only hash that may be published. Also returns
+    whether a publisher had claimed it before.
     """
     try:
         return client.create_tag(
@@ -80,9 +81,10 @@ def is_claimed(client: NessieClient, branch: str) -> bool:
 
 
 def release_claim(client: NessieClient, branch: str, *, expected_hash: str | None = None) -> None:
-    """Delete the claim of a branch that is gone. The reaper deletes claims that are left over.
+    """Delete the claim of a branch that no longer exists. A missing claim is not an error.
 
-    `expected_hash` is the probable hash of the claim, which saves a request.
+    `expected_hash` is the probable hash of the claim, which saves a request. If another process changes the
+    claim meanwhile, it stays; the reaper deletes it later.
     """
     name = claim_tag_name(branch)
     try:
@@ -96,9 +98,9 @@ def release_claim(client: NessieClient, branch: str, *, expected_hash: str | Non
 
 
 def list_claimed_branches(client: NessieClient, claim_filter: str = CLAIM_TAG_FILTER) -> list[str]:
-    """List the branches that a publisher has claimed, including deleted ones.
+    """Return the names of the branches that a publisher has claimed, including deleted branches.
 
-    `claim_filter` is Nessie's filter.
+    `claim_filter` is Nessie's filter for the tags that are read.
     """
     claim_tags = client.references(filter=claim_filter)
     return [run_branch_name(tag.name.removeprefix(ReferencePrefix.CLAIM)) for tag in claim_tags]
@@ -124,10 +126,11 @@ def discarded_tag_name(branch: str) -> str:
 
 
 def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
-    """Fence the writer of `branch`, and return the tag that keeps its state.
+    """Fence the writer of `branch` by deleting it, and return the tag `discarded-…` that keeps its state.
 
-    Returns None if the branch has no commit of its own: it is then only deleted. Raises NessieConflict if the
-    branch was written to after `branch` was read; the branch then remains. Safe to repeat after any failure.
+    Returns None if the branch has no commit of its own, because then it is only deleted. Also returns None if
+    it was deleted before without a tag. Raises NessieConflict if the branch was written to after `branch` was
+    read; the branch then remains. Safe to repeat after any failure.
     """
     if branch.metadata is None:
         try:
@@ -149,11 +152,12 @@ def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
 
 
 def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Reference | None:
-    """Continue the work of `branch`, discarded or not, as branch `own_name`. None if neither exists.
+    """Continue the work of `branch`, discarded or not, as branch `own_name`, and return the new branch.
 
     The state moves to the new name and the old name is deleted, so that a living writer of the old branch
-    stays fenced. Safe to repeat, and several steps of one run may call it at once. Raises RetryNeedsFullRun
-    if the branch is being written to or cleaned up.
+    stays fenced. Safe to repeat, and several steps of one run may call it at once. Returns None if `branch`,
+    its tag and `own_name` do not exist. Raises RetryNeedsFullRun if the branch is being written to or cleaned
+    up.
     """
     for _ in range(_MAX_ATTEMPTS):
         source = _find_reference(client, branch) or _find_reference(client, discarded_tag_name(branch))
@@ -227,9 +231,9 @@ def _delete_branch(client: NessieClient, branch: Reference) -> None:
 
 
 def _create_tag(client: NessieClient, name: str, branch: Reference) -> Reference:
-    """Create tag `name` at the branch's hash.
+    """Create tag `name` at the hash of `branch`, or return the existing tag at this hash.
 
-    Replace a tag that an interrupted cleanup left at another hash.
+    A tag that an interrupted cleanup left at another hash is replaced.
     """
     for _ in range(_MAX_ATTEMPTS):
         try:
@@ -268,9 +272,9 @@ FAILING_STATUSES = (RunState.BLOCKED, RunState.REFUSED)
 
 FAILURE_REASON_TAG = "dagster/failure_reason"
 PERMANENT_FAILURES = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
-"""The failure reasons that Dagster records for runs that would fail again.
+"""The values of the failure reason tag by which Dagster marks runs that would fail again.
 
-An interrupted run has another reason, and a run whose process died has none.
+An interrupted run has another value, and a run whose process died has no such tag.
 """
 
 _PAGE_SIZE = 1_000
@@ -282,7 +286,10 @@ def format_failure(reason: str, next_step: str = "") -> str:
 
 
 def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
-    """Let a succeeded but unpublished run fail with `reason`. Idempotent."""
+    """Mark a succeeded but unpublished run as failed in Dagster, with `reason`. Idempotent.
+
+    Runs that did not succeed, or that Dagster does not have, are not changed.
+    """
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
         instance.add_run_tags(run_id, {RunTag.FAILED_BY: PUBLISHER})
@@ -290,10 +297,10 @@ def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, ne
 
 
 def status_without_verdict(run: DagsterRun) -> RunState:
-    """Return the status of an unpublished run without verdict, by how the run ended.
+    """Return the status of an unpublished run without a verdict, by how the run ended.
 
-    The status of a run that Dagster considers running or successful is `discarded`: only its branch was
-    ended.
+    A failed run is FAILED if it would fail again or if a publisher failed it, else INTERRUPTED. A run that
+    Dagster considers running or successful is DISCARDED, because only its branch was ended.
     """
     if run.status is DagsterRunStatus.CANCELED:
         return RunState.CANCELED
@@ -339,26 +346,29 @@ def iter_materializations(
 
 
 def load_newest_run_id(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
-    """Load the id of the run that materialized a partition last."""
+    """Load the id of the run that materialized a partition last; None if it was never materialized.
+
+    With None as partition, the newest materialization of the asset counts.
+    """
     records_filter = AssetRecordsFilter(asset_key=key, asset_partitions=[partition] if partition else None)
     records = instance.fetch_materializations(records_filter, limit=1).records
     return records[0].run_id if records else None
 
 
 def end_branch_and_claim(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
-    """Delete the branch, then its claim.
+    """Delete the branch by `end_judged_branch`, then its claim.
 
-    A branch that remains keeps its claim, because its cleanup has begun.
+    If a late write keeps the branch from being deleted, the claim stays too.
     """
     if end_judged_branch(client, branch, keep_data=keep_data):
         release_claim(client, branch.name, expected_hash=branch.hash)
 
 
 def end_judged_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
-    """Delete the branch at the hash that was judged. Return whether the branch is gone.
+    """Delete the branch at the hash that was judged. Return whether it no longer exists.
 
-    `keep_data` means that the files belong to `main` now. Otherwise a tag replaces the branch until its files
-    are deleted.
+    False means that a late write has moved the branch. `keep_data` means that its files belong to `main` now.
+    Otherwise a tag replaces the branch until its files are deleted.
     """
     try:
         if keep_data:
@@ -382,12 +392,12 @@ def report_branch_end(
     reason: str,
     status: RunState | None = None,
 ) -> bool:
-    """Show `verdict` and `reason` on a run that opened `branch` and has no verdict.
+    """Record `verdict` and `reason` in the tags and log of the run that opened `branch`.
 
-    Return whether they were shown.
-
-    `status` is the status in the run list; by default it is how the run ended. It is not a publisher's
-    verdict: if the run passes later, it is judged as usual.
+    Returns whether they were recorded: only if the run has no publisher's verdict and not this verdict
+    already. The run's materializations are revoked, unless a retry continues its work. `status` is the status
+    in the run list (default: by how the run ended). `verdict` is FENCED or CONTINUED, which is not a
+    publisher's verdict: if the run passes later, it is judged as usual.
     """
     run = instance.get_run_by_id(run_id)
     location = find_run_location(run.tags, run_id) if run else None

@@ -27,7 +27,7 @@ MIN_READINGS = 2 * MISSED_INTERVALS
 
 
 class Heartbeats(Protocol):
-    """The storage of heartbeats; see HeartbeatStore."""
+    """Reads and removes stored heartbeats. `HeartbeatStore` implements it for the warehouse."""
 
     def all(self) -> Sequence[Heartbeat]:
         """Load the last heartbeat of every writer.
@@ -55,7 +55,7 @@ def is_stale(beat: Heartbeat, now: datetime) -> bool:
 
 
 def judge_by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
-    """Judge the writers by their timestamps alone: alive or suspect."""
+    """Judge each writer by the time of its heartbeat alone: alive, or suspect if the time is stale."""
     return {beat: Liveness.SUSPECT if is_stale(beat, now) else Liveness.ALIVE for beat in beats}
 
 
@@ -68,9 +68,9 @@ def watch_suspects(
 ) -> Mapping[Heartbeat, Liveness]:
     """Watch all `suspects` together, until each is judged, and return their liveness.
 
-    A file that changes proves life. A writer is dead if its file stays unchanged through three of its
-    intervals and six readings. A file that disappears is omitted from the result, because its writer ended
-    normally. Raises HeartbeatsUnreadable. Cost: waits as long as the slowest suspect may be silent.
+    A writer is alive if its file changes, and dead if its file stays unchanged for three of its intervals and
+    through six readings. A writer whose file disappears is omitted from the result, because it ended
+    normally. Raises HeartbeatsUnreadable. Cost: the call waits up to three of the longest interval.
     """
     verdicts: dict[Heartbeat, Liveness] = {}
     undecided = set(suspects)
@@ -116,7 +116,11 @@ def local_clock_id() -> str:
 
 @dataclass(frozen=True)
 class _WriterReading:
-    """The readings of one writer's file: its hash, first and last time (s), and their number."""
+    """The readings in which one writer's file had the same content.
+
+    `first_seen` and `last_seen` are times of the monotonic clock in seconds, `count` is the number of
+    readings.
+    """
 
     content_hash: str
     first_seen: float
@@ -127,10 +131,12 @@ class _WriterReading:
 def continue_watch(
     previous_state: str | None, suspects: Collection[Heartbeat], *, clock: str, now: float
 ) -> tuple[list[Heartbeat], str]:
-    """Return the dead ones of `suspects`, and the state to pass to the next call.
+    """Return the dead writers among `suspects`, and the state to pass to the next call.
 
-    `previous_state` is the state that the previous call returned. `clock` is the id of the clock of `now`
-    (s).
+    A writer is dead if its file stayed unchanged for three of its intervals and through three readings, each
+    at least one interval after the previous one. `previous_state` is the state that the previous call
+    returned; None, or the state of another clock, starts the watch again. `now` is a time in seconds of the
+    monotonic clock with the id `clock`.
     """
     previous_readings = _parse_watch_state(previous_state, clock)
     new_readings: dict[str, _WriterReading] = {}

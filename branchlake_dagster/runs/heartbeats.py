@@ -36,10 +36,10 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
 MISSED_INTERVALS = 3
-"""Intervals of silence after which a writer is suspect; after as many more under watch it is dead."""
+"""A writer is suspect after this many intervals of silence, and dead after as many more under watch."""
 
 WriterKind = Literal["run", "publisher", "unknown"]
-"""The kind of writer. `unknown` is a file that does not record it, and counts as both others."""
+"""The kind of a writer; `unknown` if its file does not record the kind, which counts as both others."""
 
 MAX_INTERVAL_S = 3600.0
 """The longest interval in seconds that a reader accepts."""
@@ -69,7 +69,10 @@ os.register_at_fork(after_in_child=_restart_process_clock)
 
 
 def process_start() -> datetime:
-    """Return when this process loaded this package, or was forked. It wrote no file for a branch before."""
+    """Return the time at which this process loaded this package, or was forked.
+
+    The process cannot have written to a branch before this time.
+    """
     return _process_start
 
 
@@ -125,7 +128,7 @@ class HeartbeatStore:
         return f"{self.root}/{quote(branch, safe='')}/{writer}.json"
 
     def write(self, beat: Heartbeat) -> None:
-        """Replace the writer's file. Raises OSError."""
+        """Replace the writer's file. Raises OSError if the storage refuses the write."""
         path = self._path(beat.branch, beat.writer)
         fields = {k: v for k, v in asdict(beat).items() if k != "text"}
         for name in ("written_at", "started_at"):
@@ -139,7 +142,7 @@ class HeartbeatStore:
             self._files.move(target, path)
 
     def remove(self, branch: str, writer: str) -> None:
-        """Remove a writer's file. A missing file is not an error."""
+        """Remove the heartbeat file of a writer for one branch. A missing file is not an error."""
         path = self._path(branch, writer)
         with contextlib.suppress(FileNotFoundError):
             self._files.delete_file(path)
@@ -155,7 +158,7 @@ class HeartbeatStore:
     def all(self) -> tuple[Heartbeat, ...]:
         """Load the last heartbeat of every writer. Raises HeartbeatsUnreadable if the files cannot be listed.
 
-        A damaged or unreadable file affects only its own branch.
+        A damaged or unreadable file is returned as a heartbeat without time, of a writer of unknown kind.
         """
         try:
             infos = self._list_files()
@@ -192,7 +195,10 @@ class HeartbeatStore:
 
 
 def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
-    """Parse a heartbeat file. A damaged file still counts as a writer; only a watch can prove its silence."""
+    """Parse a heartbeat file. A damaged file gives a heartbeat without time, so its writer is suspect.
+
+    Only repeated readings of the file can then prove that the writer is silent.
+    """
     try:
         fields = json.loads(content)
         written_at = datetime.fromisoformat(fields["written_at"])
@@ -229,7 +235,7 @@ _STOP_TIMEOUT_S = 2.0
 class HeartbeatThread:
     """Sends heartbeats for one branch from `start` to `stop`.
 
-    Never raises an exception into the caller's work.
+    Errors of the storage are logged and never raised into the caller's work.
     """
 
     def __init__(self, store: HeartbeatStore, beat: Heartbeat) -> None:
@@ -246,11 +252,14 @@ class HeartbeatThread:
         self._timer.start()
 
     def continue_until(self, has_ended: Callable[[], bool] | None) -> None:
-        """Continue until `has_ended` returns true or the process exits. With None, continue until `stop`."""
+        """Let the thread stop by itself once `has_ended` returns true; it is called after each heartbeat.
+
+        With None, the thread continues until `stop` is called.
+        """
         self._has_ended = has_ended
 
     def stop(self) -> None:
-        """Stop and remove the file, because a writer that ended normally is not dead."""
+        """Stop the thread and remove the heartbeat file: a writer that ended normally must not look dead."""
         self._stopped.set()
         self._timer.join(_STOP_TIMEOUT_S)
         until = time.monotonic() + _STOP_TIMEOUT_S
@@ -299,7 +308,7 @@ class HeartbeatThread:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the thread has stopped."""
+        """Whether the thread has stopped by itself or `stop` was called."""
         return self._stopped.is_set()
 
 
@@ -311,7 +320,10 @@ class SharedHeartbeats:
         self._threads: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
 
     def acquire(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:
-        """Send heartbeats from now on. Return the key for `release`."""
+        """Send heartbeats for the branch of `beat` from now on, and return the key for `release`.
+
+        If the process already sends heartbeats for this branch, those are shared.
+        """
         key = (store.root, beat.branch)
         with self._lock:
             thread, user_count = self._threads.get(key, (None, 0))
@@ -324,12 +336,11 @@ class SharedHeartbeats:
         return key
 
     def release(self, key: tuple[str, str], has_ended: Callable[[], bool] | None = None) -> None:
-        """Release the heartbeat.
+        """Release a shared heartbeat, which ends after its last user has released it.
 
-        The last user ends it: at once, at process exit, or when `has_ended` returns true.
-
-        In a process of a run, the heartbeat continues after the last step. Otherwise a worker that is killed
-        before the end of its run would not be noticed.
+        It ends at once. Exception: in a process that was started for a run, and with `has_ended`, it
+        continues until `has_ended` returns true or the process exits. Otherwise a worker that is killed
+        between its last step and the end of its run would not be noticed.
         """
         with self._lock:
             thread, user_count = self._threads.pop(key)

@@ -24,7 +24,7 @@ def _settings_field(name: str) -> Any:
 
 
 class _SecretVault:
-    """Secrets of this process, by the placeholders that a configuration shows instead of them.
+    """The secrets of this process, by the placeholder that a configuration shows instead of the secret.
 
     Dagster shows a resource's configuration in its UI and stores it in snapshots. A run's process loads the
     code location again, and so fills its own vault.
@@ -164,9 +164,9 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
         return {name: value for name, value in values.items() if value is not None}
 
     def effective(self) -> Settings:
-        """Return the effective settings: the fields, else the environment.
+        """Return the effective settings: each field's value, or else that of the environment.
 
-        Raises pydantic's ValidationError.
+        Raises pydantic's ValidationError if a value is invalid.
         """
         values = self._field_values()
         for name in Settings.secret_names():
@@ -178,9 +178,9 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Return a resource with these settings.
+        """Return a resource with these settings, also those that `settings` took from the environment.
 
-        Dagster's UI then shows the effective Nessie and warehouse.
+        Dagster's UI then shows the effective Nessie and warehouse. Secrets are hidden from Dagster.
         """
         visible_values = settings.without_secrets()
         if "nessie_verify_tls" in visible_values:

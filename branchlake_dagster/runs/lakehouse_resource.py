@@ -34,13 +34,17 @@ from branchlake_dagster.tables.table_files import TableFiles
 
 
 class ExclusiveNames:
-    """The exclusive names of one run. Only its steps know them, so the names of the first step are kept."""
+    """The names of the exclusive leases that a run's assets declare.
+
+    They come from the job's definition, which is known only while a step runs. So the names are read in the
+    first step and kept.
+    """
 
     def __init__(self) -> None:
         self._names: frozenset[str] | None = None
 
     def __call__(self) -> frozenset[str]:
-        """Return the names; empty if no step runs in this thread and no step has reported them."""
+        """Return the names; empty if no step runs in this thread and none has called this before."""
         if self._names is None:
             context = get_running_context()
             if context is None:
@@ -203,19 +207,19 @@ class LakehouseResource(LakeConfig):
 
     @property
     def lakehouse(self) -> Lakehouse:
-        """The connections of this process."""
+        """The lake with its connections, which this process creates at the first use."""
         if self._lakehouse is None:
             self._lakehouse = Lakehouse(self.effective())
         return self._lakehouse
 
     @property
     def run_branch(self) -> RunBranch | None:
-        """The branch of the current run; None outside a run."""
+        """The branch of the current run; None outside a run and in a run that repeats checks."""
         return self._run_branch
 
     @property
     def read_set(self) -> ReadSet | None:
-        """The record of the run's reads; None outside a run."""
+        """The record of the run's reads; None outside a run and in a run that repeats checks."""
         return self._reads
 
     def open_branch(self) -> str:
@@ -233,7 +237,10 @@ class LakehouseResource(LakeConfig):
         return location.branch
 
     def _undo_earlier_attempts(self, branch: RunBranch, location: RunLocation) -> None:
-        """Remove what the code of earlier attempts of the running step wrote, at the step's first access."""
+        """Remove the rows that the code of earlier attempts of the running step wrote.
+
+        This happens at the step's first access to the lake, and only if the step was attempted before.
+        """
         step = find_running_step()
         key = step.key
         if key is None or not (step.attempt > 1 or self._retries_parent):
@@ -282,9 +289,9 @@ class LakehouseResource(LakeConfig):
                 self._heartbeat = _heartbeats.acquire(store, heartbeat)
 
     def catalog(self) -> NessieCatalog:
-        """Return PyIceberg's catalog on `open_branch()`.
+        """Return PyIceberg's catalog at the reference of `open_branch()`.
 
-        Loads of a serializable asset are added to the read set.
+        Tables that a serializable asset loads through it are added to the run's read set.
         """
         on_load = self._reads.report_load if self._reads else None
         ref, properties, step = self.open_branch(), self._commit_options(), find_running_step().key
@@ -316,9 +323,7 @@ class LakehouseResource(LakeConfig):
         }
 
     def maker_properties(self) -> dict[str, str]:
-        """Return the commit properties that name the Dagster instance and the run.
-
-        Outside a run, no run is named.
+        """Return the commit properties that name the Dagster instance and the run; empty outside a run.
 
         The publisher recognizes the run's own commits on its branch by these properties.
         """

@@ -34,13 +34,17 @@ LEASE_NAMESPACE = "branchlake"
 
 
 def lease_key(name: str) -> ContentKey:
-    """Return the content key of the lease on `main`."""
+    """Return the content key under which lease `name` is stored on `main`: `branchlake.lease-{name}`."""
     return ContentKey([LEASE_NAMESPACE, f"lease-{name}"])
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease of a name on `main`. `token` grows with each grant; `holder` is the branch of a run."""
+    """The lease of a name on `main`.
+
+    `token` is the fencing token, which grows by 1 with each grant. `holder` is the branch of the run that
+    holds the lease; None before the first grant.
+    """
 
     name: str
     token: int = 0
@@ -66,7 +70,10 @@ class Lease:
         return Lease(self.name, self.token + 1, holder)
 
     def put_operations(self, contents: Mapping[ContentKey, Content]) -> list[Put]:
-        """Return the operations that commit the lease to `main`, whose present contents are `contents`."""
+        """Return the operations that commit the lease to `main`; they also create its namespace if needed.
+
+        `contents` are the contents of `lease_keys([name])` on `main` now.
+        """
         key, parent_key = lease_key(self.name), ContentKey([LEASE_NAMESPACE])
         existing = contents.get(key)
         properties = {
@@ -90,10 +97,10 @@ def lease_keys(names: Iterable[str]) -> list[ContentKey]:
 
 
 class HolderWatch:
-    """Watches one holder over repeated calls.
+    """Decides over repeated calls of `gone_reason` whether the holder of a lease, a run branch, is gone.
 
-    `load_heartbeats` loads the last heartbeats of all writers. `interval_s` is the interval of the waiting
-    run; it is assumed for a holder without heartbeats.
+    `load_heartbeats` loads the last heartbeats of all writers. `interval_s` is the heartbeat interval of the
+    waiting run in seconds; it is assumed for a holder without heartbeats.
     """
 
     def __init__(
@@ -117,7 +124,12 @@ class HolderWatch:
         self._readings = 0
 
     def gone_reason(self) -> str | None:
-        """Return why the holder is gone; None if it may still publish."""
+        """Return why the holder is gone, as a clause; None if its run may still be published.
+
+        A holder is gone if its run has failed, or has ended and has a verdict or no branch. It is also gone
+        if it was silent: its heartbeats stayed unchanged through six further calls and three of its
+        intervals.
+        """
         run = self._instance.get_run_by_id(run_id_of_branch(self._holder))
         if run is not None and run.is_finished:
             if not run.is_success:
@@ -151,12 +163,12 @@ class HolderWatch:
 
 
 class RunLeases:
-    """The leases of run `run_id`.
+    """Acquires the leases of run `run_id`.
 
-    `exclusive_names` returns the names that the run needs, or none if they are not known yet.
+    `exclusive_names` returns the names of the leases that the run needs; empty if they are not known yet.
     `load_heartbeats` loads the last heartbeats of all writers. `interval_s` is the interval of this run's
-    heartbeats. `wait_s` is how long the run waits for another holder. `log_info` records a grant in the run's
-    log.
+    heartbeats in seconds. The run waits for another holder for at most `wait_s` seconds. `log_info` records a
+    grant in the run's log.
     """
 
     def __init__(
@@ -183,7 +195,8 @@ class RunLeases:
     def ensure_held(self, location: RunLocation | None) -> None:
         """Ensure that this run holds all leases that it needs.
 
-        `location` is its branch; None if it has none yet.
+        A lease that is free, or whose holder is gone, is granted to this run. `location` is the run's branch
+        and base; None if it has no branch yet.
 
         Raises LeaseHeld if another holder stays active for longer than this run waits. Raises LeaseLost if
         another run has held the lease since the run's base, because the run may have read old data.

@@ -130,9 +130,9 @@ def materialization_metadata(
 
 
 def count_rows(table: Table) -> int | None:
-    """Count the rows of a table from its snapshot's summary. None if the summary does not allow it.
+    """Count the rows of a table from its current snapshot's summary; 0 if it has no snapshot.
 
-    This is so if the total is missing, or if another engine wrote equality deletes.
+    Returns None if the summary has no total, or if another engine wrote equality deletes.
     """
     snapshot = table.current_snapshot()
     if snapshot is None:
@@ -158,7 +158,7 @@ def _column_schema(table: Table) -> TableSchema:
 
 
 def output_partition_keys(context: OutputContext) -> tuple[str, ...]:
-    """Return the partition keys of this output; empty if the asset is not partitioned."""
+    """Return the keys of the partitions that this output writes; empty if the asset is not partitioned."""
     return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
 
 
@@ -258,16 +258,24 @@ class ReadSet:
         return cls(report, client, ref)
 
     def is_recording(self) -> bool:
-        """Return whether a read in this thread may belong to the read set."""
+        """Return whether reads in this thread are recorded.
+
+        False only in a step that writes no serializable asset. In a thread that user code started, the step
+        is not known, so reads are recorded.
+        """
         return self.step().is_serializable is not False
 
     def report_load(self, identifier: Identifier) -> None:
-        """Report that a table was loaded through the catalog."""
+        """Report that a table was loaded through the catalog, if reads in this thread are recorded."""
         if self.is_recording():
             self.report_scan(PlanReads(frozenset({tuple(identifier)})))
 
     def report_scan(self, scan: PlanReads) -> None:
-        """Report the new reads of a scan. Table names are without the catalog's name."""
+        """Report the reads of a query plan that this step has not reported yet.
+
+        `scan` has table names without the catalog's name. The target of the IO manager's own merge is left
+        out.
+        """
         step = self.step().key
         scanned_names = scan.tables | (scan.merge_targets - {_merge_target.get()})
         with self._lock:
@@ -286,9 +294,10 @@ class ReadSet:
             self._reported |= {(step, name) for name in names} | {(step, what) for what in unnamed}
 
     def _resolve_tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
-        """Resolve Spark's names to tables.
+        """Return the content keys of the tables that Spark's names refer to.
 
-        A name may include a metadata table, time travel or `@reference`.
+        A name may include a metadata table, time travel or `@reference`. If no such table exists, the
+        shortest possible key is returned.
         """
         candidates = [candidate_keys(name) for name in names]
         if not candidates:
@@ -302,7 +311,11 @@ class ReadSet:
 
 
 def candidate_keys(name: Identifier) -> list[ContentKey]:
-    """Return the tables that a name may refer to, longest name first."""
+    """Return the keys of the tables that a name in Spark may refer to, longest key first.
+
+    The last parts of a name may be a metadata table (`files`) or time travel (`tag_…`), so keys without these
+    parts are included, and keys without `@reference`.
+    """
     elements = (*name[:-1], name[-1])
     names = [elements]
     while len(elements) > 2 and (

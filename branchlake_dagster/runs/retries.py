@@ -120,10 +120,10 @@ def _find_parent_location(
 
 
 def _refuse_second_retry(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
-    """Refuse to continue the parent's work twice, whatever references exist.
+    """Raise RetryNeedsFullRun if another retry has continued the work of `branch` already.
 
-    A cleanup that overlaps with the first retry leaves the parent's tag. The parent's rows were once
-    published by two retries.
+    The existence of the parent's tag proves nothing: a cleanup that overlaps with the first retry leaves the
+    tag. The parent's rows were once published by two retries.
     """
     for _, other in iter_continuing_runs(instance, [branch]):
         if other.run_id != run.run_id:
@@ -136,7 +136,7 @@ def _refuse_second_retry(instance: DagsterInstance, run: DagsterRun, branch: str
 
 
 def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
-    """Refuse to take over a branch on which an older run is active."""
+    """Raise RetryNeedsFullRun if a run that is older than `run` is active on the branch."""
     for other in load_runs_on_branch(instance, branch):
         if other.run_id == run.run_id:
             return
@@ -150,12 +150,12 @@ def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) 
 
 
 class _CommitWriter(Enum):
-    """Who made a commit, from the point of view of one step."""
+    """The writer of a commit, from the point of view of one step."""
 
     OWN_CODE = auto()
     """The step's own code, in an earlier attempt."""
     IO_MANAGER = auto()
-    """The IO manager, with the value of an earlier attempt of the step."""
+    """The IO manager, which wrote the value that an earlier attempt of the step returned."""
     NOBODY = auto()
     """The commit does not name a writer and adds no rows, like Spark's CREATE TABLE."""
     OTHER = auto()
@@ -163,7 +163,11 @@ class _CommitWriter(Enum):
 
 @dataclass
 class _TableHistory:
-    """The content of one table before the first commit of the step's own code, and its writers since then."""
+    """The history of one table since the first commit of the step's own code.
+
+    `content_before` is the table's content before that commit. `writers` are those of all commits to the
+    table since then. A content is None if the table does not exist.
+    """
 
     content_before: Content | None
     content_now: Content | None = None
@@ -222,9 +226,9 @@ def _find_own_tables(
     step: str,
     read_metadata: ReadMetadata,
 ) -> dict[ContentKey, _TableHistory]:
-    """Find the tables that the step's own code changed and that still differ.
+    """Find the tables that the step's own code changed and whose present content differs from before.
 
-    `contents` are those of the base.
+    `contents` are the contents of all changed keys at the base; they are changed in place.
     """
     snapshots = {
         table.content_id or "": table.snapshot_id
@@ -257,9 +261,9 @@ def _find_own_tables(
 
 
 def _is_table_operation(operation: Put | Delete, content_before: Content | None) -> bool:
-    """Return whether the operation is about a table.
+    """Return whether the operation puts or deletes a table.
 
-    Namespaces are kept, because other steps may use them.
+    Changes of namespaces are not undone, because other steps may use them.
     """
     return isinstance(operation.content if isinstance(operation, Put) else content_before, IcebergTable)
 

@@ -38,14 +38,15 @@ def run_branch_name(run_id: str) -> str:
 
 
 def run_id_of_branch(branch: str) -> str:
-    """Return the id of the run that a run branch is named after."""
+    """Return the id after the prefix `run-`: the id of a run, or the three ids of a batch."""
     return branch.removeprefix(ReferencePrefix.RUN)
 
 
 def ensure_main_has_commit(client: NessieClient) -> str:
-    """Return the head of `main`. An empty `main` gets a first commit.
+    """Return the hash of the head of `main`. An empty `main` gets a first commit.
 
-    A branch of an empty `main` could never be merged, because Nessie finds no common ancestor.
+    A branch of an empty `main` could never be merged, because Nessie finds no common ancestor. Raises
+    NessieConflict if four attempts to commit conflict.
     """
     key = ContentKey(["branchlake"])
     namespace = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
@@ -67,7 +68,7 @@ def ensure_main_has_commit(client: NessieClient) -> str:
 
 
 class RunBranch:
-    """The location of run `run_id`: its branch, which is opened once, by the first step that uses the lake.
+    """The branch of run `run_id`, which is opened once, when a step first uses the lake.
 
     Args:
         client: Returns the Nessie client.
@@ -114,11 +115,11 @@ class RunBranch:
         self.run_id = run_id
 
     def open(self) -> RunLocation:
-        """Return the location of the run.
+        """Return the branch and base hash of the run. The branch is created if needed.
 
-        The branch is created if needed. Raises RunBranchGone if it was deleted.
-
-        The branch of an unbranched run is `main`, with an empty base hash if Nessie did not answer.
+        If Nessie is not available and `direct_main` is set, the run is unbranched: its branch is `main`, with
+        an empty base hash if Nessie did not answer. Raises RunBranchGone if the branch was deleted, and the
+        errors of `hold_leases` and `inherit_location`.
         """
         with self._lock:
             if self._location is None:
@@ -129,11 +130,9 @@ class RunBranch:
             return self._location
 
     def take_over(self) -> bool:
-        """Continue the work of the run that this one retries, if any.
+        """Continue the work of the run that this one retries, if there is such work.
 
-        Return whether the run has a branch now.
-
-        Does not create an empty branch.
+        Returns whether the run has a branch now. Unlike `open`, this does not create an empty branch.
         """
         with self._lock:
             if self._location is None:
@@ -141,7 +140,10 @@ class RunBranch:
             return self._location is not None
 
     def load_head(self) -> Reference:
-        """Load the present head of the branch. Raises RunBranchGone."""
+        """Load the present head of the branch, which is created if needed.
+
+        Raises RunBranchGone if the branch was deleted.
+        """
         return self._require_branch(self.open().branch)
 
     def run_at_first_access(self, step: str, attempt: int, action: Callable[[], None]) -> None:
@@ -155,7 +157,10 @@ class RunBranch:
                 self._accesses.add((step, attempt))
 
     def note_use_by_code(self) -> None:
-        """Note that a step's own code can write to the branch from now on, without another call here."""
+        """Note that a step's code got a catalog or session, with which it can write to the branch unnoticed.
+
+        The next call of `record_head` then asks Nessie for the head.
+        """
         self._used_by_code = True
 
     def record_head(self) -> None:
@@ -188,7 +193,10 @@ class RunBranch:
             raise
 
     def note_recorded_head(self, hash_: str) -> None:
-        """Note that a materialization of this process records the branch's present hash."""
+        """Note that a materialization of this process records `hash_`, the present head of the branch.
+
+        The next call of `record_head` then has nothing to do.
+        """
         self._recorded_heads.add(hash_)
         self._used_since_record = False
 

@@ -35,7 +35,9 @@ class RunState(StrEnum):
     PENDING = "pending"
     PUBLISHED = "published"
     BLOCKED = "blocked"
+    """The gate did not let the run pass, for example because a check failed."""
     REFUSED = "refused"
+    """The run passed, but it conflicts with newer changes of `main`, or its branch was changed or lost."""
     FAILED = "failed"
     """A step or a check of the run crashed, or its process could not start."""
     CANCELED = "canceled"
@@ -45,17 +47,22 @@ class RunState(StrEnum):
     """Nothing was published and the branch was ended. As a tag: while Dagster considered the run running or
     successful."""
     UNCHANGED = "nothing to publish"
+    """The run succeeded and changed no table."""
     UNBRANCHED = "unbranched"
+    """The run wrote to `main` directly, because Nessie was not available when it needed a branch."""
     CONTINUED = "continued by a retry"
     UNDONE = "undone"
-    """Its publication was undone later."""
+    """The run's publication was undone later."""
     CHECKING = "checking"
     """Checks run again on the rebased tables."""
     WAITING = "waiting"
+    """The pass left the branch as it is, for example because the run is active."""
     KEPT = "kept"
     """The branch of the unpublished run is kept for debugging."""
     UNKNOWN_RUN = "unknown run"
+    """This Dagster instance does not have the run of the branch."""
     TRY_AGAIN = "try again"
+    """The pass failed for this branch, and a later pass tries again."""
     PARKED = "set aside"
     """Judging or publishing the run failed repeatedly. An operator decides on it."""
 
@@ -92,15 +99,15 @@ def build_status_tag(state: RunState) -> dict[str, str]:
 PENDING = "pending"
 """The verdict of a run that has not been judged yet."""
 FENCED = "fenced"
-"""The branch was ended before the run was judged."""
+"""The verdict of a run whose branch was ended before the run was judged."""
 CONTINUED = "continued"
-"""A retry took over the run's work."""
+"""The verdict of a run whose work a retry took over."""
 UNJUDGED = (PENDING, FENCED, CONTINUED)
 """Verdicts that are not a publisher's. A run that passes in spite of them is judged."""
 TAG_LENGTH = 250
 """The longest tag value in characters."""
 NO_VALUE = "none"
-"""Replaces an inherited value, because Dagster cannot remove tags."""
+"""The tag value that means "no value". It replaces old values, because Dagster cannot remove tags."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,10 @@ def build_opening_tags(
 
 
 def find_run_location(tags: Mapping[str, str], run_id: str) -> RunLocation | None:
-    """Find where run `run_id` works, if these tags are its own. None if the run has not opened a branch."""
+    """Return the branch and base hash of run `run_id` from its tags.
+
+    Returns None if the run has not opened a branch; its tags may be inherited from another run then.
+    """
     if not is_opened_by(tags, run_id):
         return None
     base_hash, continues = tags.get(RunTag.BASE_HASH, NO_VALUE), tags.get(RunTag.CONTINUES, NO_VALUE)
@@ -168,17 +178,17 @@ def is_opened_by(tags: Mapping[str, str], run_id: str) -> bool:
 
 
 def find_recorded_base(tags: Mapping[str, str], branch: str) -> str | None:
-    """Find the base hash, if these tags are about this branch."""
+    """Return the recorded base hash of `branch`; None if the tags record another branch or no base."""
     return _find_tag(tags, RunTag.BASE_HASH, branch)
 
 
 def is_judged(tags: Mapping[str, str], branch: str) -> bool:
-    """Return whether the publisher has recorded its verdict on this branch."""
+    """Return whether these tags record a publisher's verdict on `branch`."""
     return tags.get(RunTag.BRANCH) == branch and tags.get(RunTag.VERDICT, PENDING) not in UNJUDGED
 
 
 def find_publication(tags: Mapping[str, str], branch: str) -> str | None:
-    """Find the commit on `main` that published this branch, if the publisher has recorded one."""
+    """Return the hash of the commit on `main` that published `branch`; None if the tags do not record it."""
     return _find_tag(tags, RunTag.PUBLICATION, branch)
 
 
@@ -188,7 +198,7 @@ def _find_tag(tags: Mapping[str, str], name: str, branch: str) -> str | None:
 
 
 def shorten_tag_value(value: str) -> str:
-    """Shorten `value` to at most `TAG_LENGTH` characters."""
+    """Return `value`, cut to `TAG_LENGTH` characters with an ellipsis at the end if it is longer."""
     return value if len(value) <= TAG_LENGTH else f"{value[: TAG_LENGTH - 1]}…"
 
 
@@ -240,9 +250,9 @@ class Retention:
 
 
 def find_keep_failed_hours(tags: Mapping[str, str], run_id: str, settings: Settings) -> float:
-    """Return for how many hours an unpublished run's branch is kept.
+    """Return the hours for which an unpublished run's branch is kept for debugging; 0 means not at all.
 
-    `settings` apply if the run recorded none.
+    `settings` apply if the run has not recorded its retention.
     """
     recorded = Retention.from_run_tags(tags, run_id)
     return settings.keep_failed_hours if recorded is None else recorded.keep_failed / timedelta(hours=1)

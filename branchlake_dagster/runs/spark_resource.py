@@ -90,7 +90,10 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         return session
 
     def own_session(self) -> SparkSession:
-        """Return the session for the IO manager, which reports its reads itself."""
+        """Return the run's session for the IO manager, which reports its reads itself.
+
+        Unlike `spark_session`, it raises no error for serializable assets.
+        """
         if self._spark_session is None:
             ref = self.lakehouse.open_branch()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
@@ -127,7 +130,7 @@ class _SharedSessions:
             return session
 
     def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Name `step` in the snapshots that user code adds in this session."""
+        """Let the snapshots that user code adds in this session record `step` in their summaries."""
         with self._lock:
             if self._steps.get(key) != step and key in self._open:
                 session, _ = self._open[key]
