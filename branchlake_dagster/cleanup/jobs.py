@@ -78,7 +78,7 @@ _STEP_FAILURE_EVENTS = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_
 
 
 class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Dagster's storage does not answer, so it is unknown which branches are in use."""
+    """Dagster's storage does not answer, so it is unknown which branches are in use. Nothing was deleted."""
 
 
 class NotOurs(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -86,13 +86,13 @@ class NotOurs(BranchlakeError, Terminal):  # noqa: N818 - named like the other o
 
 
 class DagsterRuns:
-    """The runs of a Dagster instance in the form that the reaper needs."""
+    """The reaper's interface to the runs of a Dagster instance; implements `BranchRuns`."""
 
     def __init__(self, instance: DagsterInstance) -> None:
         self._instance = instance
 
     def owners(self, branches: Collection[str]) -> Mapping[str, BranchOwner]:
-        """Return the run of each branch with its state; branches of unknown runs are left out.
+        """Return the owner of each run branch, by branch name; branches of unknown runs are left out.
 
         Raises RunsUnreadable if Dagster's storage does not answer.
         """
@@ -121,8 +121,9 @@ class DagsterRuns:
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
         """Return whether the run's executor outlived the writer of `beat`.
 
-        This is possible when steps are processes. The executor outlived the writer if it logged a step
-        failure after that beat, or any event after the writer had become silent.
+        This is possible when steps are processes. The executor outlived the writer if the run's log has a
+        step failure after that heartbeat, or any event later than the longest silence of the writer after it.
+        False if the heartbeat has no time. Raises RunsUnreadable.
         """
         if beat.written_at is None:
             return False
@@ -143,13 +144,13 @@ class DagsterRuns:
         return page.records[0].timestamp if page.records else 0.0
 
     def report_dead(self, run_id: str, message: str) -> None:
-        """Mark a run as failed that Dagster still shows as running."""
+        """Mark a run as failed, with `message`, if Dagster shows it as not finished."""
         run = self._instance.get_run_by_id(run_id)
         if run is not None and not run.is_finished:
             self._instance.report_run_failed(run, message)
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Record on a run without a verdict that its branch was discarded, with the reason."""
+        """Record in the tags and log of a run without a verdict that its branch was discarded, and why."""
         report_branch_end(
             self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}"
         )
@@ -182,10 +183,10 @@ def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
 
 
 def _find_base_hash(run: DagsterRun, branch: str) -> str:
-    """Return the base hash of the branch by the run's tags; empty if the tags do not name it.
+    """Return the base hash of the branch by the run's tags; empty if the tags do not record it.
 
-    A retry that died before it opened its branch has the tags of its parent. It continued the parent's
-    commits.
+    A retry that died before it opened its branch still has its parent's tags. Their base hash is valid for
+    it, because it took over the parent's commits.
     """
     is_continuation = not is_opened_by(run.tags, run.run_id) and is_retry(run)
     return find_recorded_base(run.tags, run.tags.get(RunTag.BRANCH, "") if is_continuation else branch) or ""
@@ -199,10 +200,11 @@ def reap_branches(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     branch_names: Collection[str] | None = None,
 ) -> Iterator[Reaping]:
-    """Run one pass of the reaper over the lake, with Dagster's knowledge of runs.
+    """Run one pass of the reaper over the lake, and yield its decisions.
 
-    If `branch_names` is given, only these branches are handled, also those of other Dagster instances. With
-    `dry_run` nothing is changed.
+    If `branch_names` is given, only these branches are judged, also those of other Dagster instances, and by
+    the limits of the settings instead of those that runs recorded. With `dry_run` nothing is changed. The
+    pass runs while the caller iterates.
     """
     reaper = _build_reaper(
         lake,
@@ -242,7 +244,10 @@ def _build_reaper(
 def end_dead_writers(
     lake: Lakehouse, instance: DagsterInstance, heartbeats: Collection[Heartbeat]
 ) -> Iterator[Reaping]:
-    """End the branches and runs of writers that were observed and are dead; other branches are not read."""
+    """End the branches and runs of the dead writers of `heartbeats`, and yield the decisions.
+
+    A watch has proven that these writers are dead. Other branches are not judged.
+    """
     branches = {beat.branch for beat in heartbeats}
     return _build_reaper(lake, instance, branch_names=branches).run(dead=heartbeats)
 
@@ -255,9 +260,11 @@ def sweep_discarded(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     tag_name: str | None = None,
 ) -> Iterator[Sweeping]:
-    """Delete the files of branches that were discarded more than `discard_grace_h` hours ago.
+    """Delete the files of branches that were discarded longer ago than their grace period.
 
-    If `tag_name` is given, only this tag is handled, also if another Dagster instance made it.
+    The grace period is the one that the run recorded, or else the setting `discard_grace_h`. If `tag_name` is
+    given, only this tag is handled, by the setting and also if another Dagster instance made it. Yields an
+    outcome for each tag, also for tags that are kept.
     """
     settings = lake.settings
     return Sweeper(
@@ -277,7 +284,9 @@ def sweep_discarded(
 def end_named_refs(
     lake: Lakehouse, instance: DagsterInstance, names: Collection[str], *, dry_run: bool = False
 ) -> tuple[list[Reaping], list[Sweeping]]:
-    """End the named branches and sweep the named tags, whichever Dagster instance made them.
+    """End the named branches and sweep the named tags, and return the decisions on both.
+
+    It does not matter which Dagster instance made them.
 
     A branch or tag is kept all the same if its writer sends heartbeats, its run awaits its verdict, it is
     younger than its grace period, or another reference needs its files. Raises NotOurs before any change if
@@ -322,10 +331,10 @@ def reaper_limits(settings: Settings) -> Limits:
 
 
 def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinition:
-    """The job `reap_branches`: one pass over run branches, then one over discarded branches.
+    """Build the job `reap_branches`: one pass of the reaper over run branches, then one of the sweeper.
 
-    The results are metadata of the job's output. `lakehouse_key` is the resource key of the lake. `prefix`
-    comes before the job's name.
+    The metadata of the job's output has the numbers of deleted and kept branches and of deleted files, and
+    the decisions. `lakehouse_key` is the resource key of the lake. `prefix` comes before the job's name.
     """
 
     @op(
@@ -375,7 +384,7 @@ def _format_bullets(results: Sequence[object], text_if_empty: str) -> MetadataVa
 
 
 def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
-    """The schedule that runs `reaper` every `reap_interval_min` minutes."""
+    """Build the schedule that launches the job `reaper` every `reap_interval_min` minutes."""
     minutes = settings.reap_interval_min
     return ScheduleDefinition(
         name=f"{reaper.name}_schedule",
@@ -396,8 +405,9 @@ def find_dead_writers(
 ) -> tuple[list[Heartbeat], str]:
     """Return this instance's writers that are dead, and the cursor for the next call.
 
-    `cursor` is the one of the previous call. `now` is the time of the monotonic clock that `clock`
-    identifies; `utc_now` is the time of the wall clock.
+    `cursor` is the cursor that the previous call returned; None at the first call. `now` is the time of the
+    monotonic clock that `clock` identifies, in seconds; `utc_now` is the time of the wall clock. Heartbeats
+    without an instance count as this instance's. Raises HeartbeatsUnreadable.
     """
     this_instance = load_instance_id(instance)
     beats = [
@@ -414,10 +424,10 @@ def find_dead_writers(
 def dead_writer_sensor(
     settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
 ) -> SensorDefinition:
-    """The sensor that ends the runs of dead writers and fences their branches.
+    """Build the sensor that ends the runs of dead writers and fences their branches.
 
-    It checks silent writers every `watch_interval_s`. `lakehouse_key` is the resource key of the lake.
-    `prefix` comes before the sensor's name.
+    It checks silent writers every `watch_interval_s` seconds. `lakehouse_key` is the resource key of the
+    lake. `prefix` comes before the sensor's name.
     """
 
     @sensor(

@@ -61,14 +61,18 @@ from branchlake_dagster.wording import CodedReason
 
 @dataclass(frozen=True)
 class ReaperView:
-    """The state that one pass judges. `liveness` is by branch, and includes branches that are gone."""
+    """The branches, heartbeats and runs that one pass has read and judges.
+
+    `branches` and `owners` are by branch name; branches of unknown runs have no owner. `liveness` has the
+    liveness of each heartbeat by branch name, also for branches that no longer exist.
+    """
 
     branches: Mapping[str, Reference]
     liveness: Mapping[str, Mapping[Heartbeat, Liveness]]
     owners: Mapping[str, BranchOwner]
     now: datetime
     claims: frozenset[str] = frozenset()
-    """The branches that were claimed before the branches were listed. Some of them may be gone."""
+    """The branches that were claimed before the branches were listed. Some may no longer exist."""
     claimed: frozenset[str] = frozenset()
     """The branches that were claimed before or after the runs were loaded."""
 
@@ -115,10 +119,11 @@ def restore_passed_branches(
     claim_filter: str = CLAIM_TAG_FILTER,
     dry_run: bool = False,
 ) -> Iterator[Reaping]:
-    """Restore the discarded branches of runs that wait for a verdict, unless claimed or continued by others.
+    """Restore the discarded branches of successful runs without a verdict, and yield a decision for each.
 
-    `tag_filter` is Nessie's filter for the tags of discarded branches, `claim_filter` for the claims.
-    `load_owners` loads the owners of branches. Errors of reading are raised before anything is changed.
+    Branches that a publisher has claimed, or whose work a retry has continued, are not restored. `tag_filter`
+    is Nessie's filter for the tags of discarded branches, `claim_filter` that for the claims. `load_owners`
+    loads the owners of branches. Errors of reading are raised before anything is changed.
     """
     discarded_tags = client.references(filter=tag_filter)
     tags = {run_branch_name(tag.name.removeprefix(ReferencePrefix.DISCARDED)): tag for tag in discarded_tags}
@@ -145,7 +150,7 @@ REAPER_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN, ReferencePrefix.PUBLIC
 """Nessie's filter for the branches that the reaper judges."""
 
 _MAX_SINGLE_REQUESTS = 200
-"""Up to this number, references are requested one by one; more are listed at once."""
+"""Up to this number, references are requested one at a time; if there are more, all are listed at once."""
 
 
 class BranchRuns(Protocol):
@@ -155,17 +160,17 @@ class BranchRuns(Protocol):
         """Load the owner of each branch. Branches of unknown runs are omitted."""
 
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
-        """Return whether the run wrote events after its writer's last heartbeat."""
+        """Return whether the run wrote events after the writer of `beat` had become silent."""
 
     def report_dead(self, run_id: str, message: str) -> None:
-        """End a run whose process is dead."""
+        """Mark a run whose process is dead as failed in Dagster, with `message`."""
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Show on a run without verdict that its branch was discarded, and why."""
+        """Record on a run without a verdict that its branch was discarded, and why."""
 
 
 class Reaper:
-    """Judges run branches: keeps each one, deletes it, or discards it (replaces it by a tag).
+    """Judges run branches: each is kept, deleted, or discarded (replaced by a tag that keeps its data).
 
     Also restores discarded branches whose runs have passed and wait for their publication.
 
@@ -224,12 +229,14 @@ class Reaper:
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False, dead: Collection[Heartbeat] | None = None) -> Iterator[Reaping]:
-        """Run one pass, and iterate over its decisions.
+        """Run one pass, and yield a decision for each branch, also for branches that are kept.
 
-        Silent writers are watched until they are judged, which waits once; a dry run does not watch. If
-        `dead` is set, somebody else has watched: these suspects are dead, and no others are watched.
+        Silent writers are watched until each of them is judged, which may take three of their intervals; a
+        dry run does not watch. If `dead` is not None, a sensor has watched already: the writers of `dead` are
+        dead unless they have sent a heartbeat since, and no other writer is watched.
 
-        Raises HeartbeatsUnreadable and the errors of Nessie and Dagster, before anything is ended.
+        All branches, heartbeats and runs are read before the first branch is ended. Raises
+        HeartbeatsUnreadable, and the errors of Nessie and Dagster.
         """
         view = self._inspect(watching=not dry_run and dead is None, dead=dead or ())
         decisions = [self._judge(branch, view) for branch in view.branches.values()]
@@ -317,9 +324,10 @@ class Reaper:
         return references
 
     def _load_ages(self, view: ReaperView) -> dict[str, Reference]:
-        """Load the metadata of the branches whose last commit matters.
+        """Load the metadata of the branches whose age decides, and return them with it, by name.
 
-        Metadata of all branches would take long.
+        These are branches of missing runs, and of active runs that started longer ago than their `max_age`.
+        Loading the metadata of all branches would take long.
         """
 
         def needs_age(name: str) -> bool:
@@ -396,7 +404,11 @@ class Reaper:
         )
 
     def _judge_batch(self, branch: Reference, batch: BatchBranch, view: ReaperView) -> Reaping:
-        """Judge a batch's branch: by the rules of its live run if it is active, else as an unused branch."""
+        """Judge the branch of a batch of a live ingestion.
+
+        While the live run is active, the rules of its state and heartbeats apply. Afterwards an unfinished
+        batch is discarded, unless its branch was written to recently.
+        """
         live_branch = writer_branch(branch.name)
         owner, liveness = view.owner(live_branch), view.liveness.get(live_branch, {})
         state = owner.state if owner.state in (OwnerState.ACTIVE, OwnerState.MISSING) else OwnerState.ENDED
@@ -418,7 +430,10 @@ class Reaper:
         )
 
     def _limits_of(self, owner: BranchOwner) -> Limits:
-        """Return the run's own limits for its branch, unless a person has named the branch."""
+        """Return the limits that the run has recorded, else those of the reaper.
+
+        If a person has named the branch (`anyones`), the reaper's limits always apply.
+        """
         return self._limits if self._anyones else self._limits.for_run(owner.retention)
 
     def _is_own_heartbeat(self, beat: Heartbeat) -> bool:
@@ -442,9 +457,9 @@ class Reaper:
         )
 
     def _end_claim(self, branch: str, view: ReaperView) -> None:
-        """Delete a claim without branch if this instance made it.
+        """Delete the claim of a branch that no longer exists, if this Dagster instance made the claim.
 
-        A publisher of another instance may not be done.
+        A publisher of another instance may still need its claim.
         """
         if not view.is_run_known(branch):
             try:
@@ -460,7 +475,7 @@ class Reaper:
         return ", ".join(instance_id for instance_id in origin.instance_ids if instance_id != self._instance)
 
     def _still_reports(self, owner: BranchOwner, dead: Sequence[Heartbeat]) -> bool:
-        """Return whether the run still writes events although a writer is dead, as another step may."""
+        """Return whether the run is active and its executor or another step outlived a dead writer."""
         return owner.state is OwnerState.ACTIVE and any(
             self._runs.reports_after(owner.run_id, beat) for beat in dead
         )
@@ -484,10 +499,10 @@ class Reaper:
         return decision
 
     def _report_dead_run(self, branch: str, view: ReaperView, ended_branches: Collection[str]) -> None:
-        """End a run in Dagster if all its writers are dead, and remove their heartbeats.
+        """Mark a run as failed in Dagster if all its writers are dead, and remove their heartbeats.
 
         A publisher inside the run counts as a writer. If it had claimed the branch, the branch remains. After
-        the end of the run, the next publisher finds out how far that publication got.
+        the end of the run, the next publisher finds out whether `main` has the branch.
         """
         dead = view.dead_heartbeats(branch)
         if not dead or self._heartbeats is None:

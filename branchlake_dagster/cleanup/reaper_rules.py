@@ -1,8 +1,8 @@
 """Decides when a run branch is ended, from facts about the branch and the history of `main`.
 
 The rules are pure functions of the facts about a branch. The reasons for the rules are in
-docs/adr/0007-closed-gate-and-reaping.md. `MainHistory` reads the history of `main` as far back as needed:
-where a branch left it, and what was published since.
+docs/adr/0007-closed-gate-and-reaping.md. `MainHistory` reads the history of `main` as far back as needed. It
+finds the commit that a branch started from, and the runs that were published since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason
 
 _BATCH_SIZE = 200
-"""Commits of `main` to read per commit of a branch, because `main` may be thousands of commits ahead."""
+"""The number of commits of `main` that are read for each commit of a branch.
+
+`main` may be thousands of commits ahead.
+"""
 
 
 class MainHistory:
@@ -42,7 +45,7 @@ class MainHistory:
         return bool(more)
 
     def find_base(self, ref: str) -> str | None:
-        """Find the newest commit of `ref` that `main` has too. None if they share no commit.
+        """Return the hash of the newest commit of `ref` that `main` has too; None if they share no commit.
 
         Commits are compared along first parents, so a published branch still has its old base.
         """
@@ -61,20 +64,26 @@ class MainHistory:
         return next((hash_ for hash_ in hashes if hash_ in self._positions), None)
 
     def contains_commit(self, commit_hash: str) -> bool:
-        """Return whether `main` has the commit, as of the first read of its log."""
+        """Return whether `main`'s history contains the commit. Later commits of `main` are not seen."""
         while commit_hash not in self._positions:
             if not self._read_entries(_BATCH_SIZE):
                 return False
         return True
 
     def run_ids_published_since(self, base_hash: str) -> set[str]:
-        """Return the ids of the runs that the ledger names after `base_hash`, a result of `find_base`."""
+        """Return the ids of the runs that commits of `main` after `base_hash` name.
+
+        `base_hash` must be a result of `find_base`.
+        """
         entries = self._entries[: self._positions[base_hash]]
         run_id_lists = (entry.commit.properties.get(LakeProperty.RUN_ID, "") for entry in entries)
         return {run_id for run_ids in run_id_lists for run_id in run_ids.split(",") if run_id}
 
     def commit_time(self, base_hash: str) -> datetime | None:
-        """Return when `base_hash`, a result of `find_base`, was committed, by Nessie's clock."""
+        """Return the time of the commit `base_hash` by Nessie's clock.
+
+        `base_hash` must be a result of `find_base`.
+        """
         return self._entries[self._positions[base_hash]].commit.commit_time
 
 
@@ -92,13 +101,19 @@ class OwnerState(StrEnum):
     UNPUBLISHED = "not published"
     """The run failed, or the publisher has rejected it."""
     MISSING = "missing"
+    """This Dagster instance does not have the run."""
     ENDED = "ended"
     """The live run has ended, so its unfinished batches will not be published."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The times after which a branch may be ended. `keep_failed` counts from the end of the run."""
+    """The times after which a branch may be ended.
+
+    `max_age` counts from the last sign of life of an active run without heartbeats. `orphan_grace` counts
+    from the last write to a branch whose run is missing or has ended. `keep_failed` counts from the end of an
+    unpublished run.
+    """
 
     max_age: timedelta
     orphan_grace: timedelta
@@ -116,21 +131,23 @@ class ReapingAction(StrEnum):
 
     KEEP = "kept"
     DELETE = "deleted"
-    """Its data is on `main`, or it has none."""
+    """The branch is deleted: its data is on `main`, or it only prepared a publication."""
     DISCARD = "discarded"
-    """It is fenced, and a tag keeps its data for some time."""
+    """The branch is deleted, which fences its writer, and a tag keeps its data for some time."""
     RESTORE = "given back"
-    """It was fenced, but its run has passed, so it is created again from the tag."""
+    """The branch was discarded, but its run has passed, so the branch is created again from the tag."""
 
 
 @dataclass(frozen=True)
 class BranchFacts:
-    """The facts about one branch. `age` is the time since its last sign of life; None if unknown.
+    """The facts about one branch.
 
-    `writers` and `publishers` are the liveness of those who send heartbeats for the branch. `still_reports`
-    means that the run still writes events although its writer is dead, because its steps are separate
-    processes. `is_claimed` means that a publisher has claimed the branch and has not reported an outcome, so
-    it may be on `main` already. `has_verdict` means that a publisher has recorded its verdict.
+    `age` is the time since the branch's last sign of life, `since_end` the time since the end of its run;
+    both are None if unknown. `writers` and `publishers` are the liveness of the processes that send
+    heartbeats for the branch. `still_reports` means that the run still writes events although a writer is
+    dead, because its steps are separate processes. `is_claimed` means that a publisher has claimed the branch
+    and has not reported an outcome, so the branch may be on `main` already. `has_verdict` means that a
+    publisher has recorded its verdict.
     """
 
     state: OwnerState
@@ -142,7 +159,7 @@ class BranchFacts:
     is_claimed: bool = False
     has_verdict: bool = False
     origin: BranchOrigin = UNKNOWN_ORIGIN
-    """Who made the branch; examined only if Dagster does not have its run."""
+    """The Dagster instance that made the branch; examined only if this instance does not have its run."""
     is_on_main: bool = False
     """Whether `main` has the publication of a run that Dagster records as published."""
 
@@ -156,20 +173,23 @@ class BranchOwner:
     started_at: datetime | None = None
     ended_at: datetime | None = None
     has_verdict: bool = False
-    """Whether the publisher has recorded its verdict."""
+    """Whether the publisher has recorded its verdict on this branch."""
     publication: str = ""
-    """The commit on `main` that the run's tags name; empty if they name none."""
+    """The commit on `main` that published the run, by its tags; empty if they do not record it."""
     is_continued: bool = False
     """Whether a retry took over the work of this run, which waits for the publisher."""
     base_hash: str = ""
     """The commit of `main` that the branch started from, by the run's tags; empty if they name none."""
     retention: Retention | None = None
-    """How long the branch is kept, by the run's tags; None if they do not record it."""
+    """The retention that the run has recorded in its tags; None if they do not record it."""
 
 
 @dataclass(frozen=True)
 class Reaping:
-    """The decision on one branch and its reason. `heartbeat` is `none` if nobody sends heartbeats for it."""
+    """The decision on one branch and its reason.
+
+    `heartbeat` is the liveness of the branch's writers as text, such as `beating`; `none` without heartbeats.
+    """
 
     branch: str
     run_id: str
@@ -179,7 +199,7 @@ class Reaping:
     age: timedelta | None = None
     heartbeat: str = "none"
     instance: str = ""
-    """The Dagster instance that the branch belongs to, if it is another instance."""
+    """The ids of the other Dagster instances that the branch belongs to, as text; empty if it is none."""
 
     @property
     def deletes_branch(self) -> bool:
@@ -194,7 +214,10 @@ class Reaping:
 
 
 def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
-    """Decide what happens to a branch, and why. A pure function."""
+    """Decide what happens to the branch of a run or batch, and why. A pure function.
+
+    For the branch of a publisher see `decide_publication_branch`.
+    """
     if facts.publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, CodedReason("its publication is in progress", "being_published")
     if facts.state is OwnerState.PUBLISHED and not facts.is_on_main:
@@ -233,8 +256,9 @@ def decide_publication_branch(
 ) -> tuple[ReapingAction, CodedReason]:
     """Decide what happens to a branch on which a publisher prepares a rebase, and why.
 
-    `state` is the state of the run that is to be published. `origin` is who made the branch, if that run is
-    missing.
+    The branch is deleted if the run's own branch no longer exists and no publisher works on it. `publishers`
+    is the liveness of the publishers that send heartbeats for it. `state` is the state of the run. `origin`
+    is the Dagster instance that made the branch; it matters only if the run is missing.
     """
     if publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, CodedReason("a publication is in progress", "being_published")

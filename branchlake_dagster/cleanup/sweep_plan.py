@@ -1,10 +1,10 @@
 """Plan which files of a discarded branch can be deleted because no other reference needs them.
 
-Dead files are those that the branch's own commits made since its base. These are metadata files, and the
-files of the snapshots that are new in them. What existed at the base, under any key, is not dead. Needed
-files are those that another reference reaches, under any key. A copy of the state has the same snapshots. A
-rebase or a merge of manifests leads to other snapshots with the same manifests and data files. Dead files
-that are not needed may be deleted. In doubt a file is kept.
+Dead files are those that the branch's own commits made since its base: metadata files, and the files of the
+snapshots that are new in them. Files that existed at the base, under any key, are not dead. Needed files are
+those that another reference reaches, under any key. A copy of a branch has the same snapshots. A rebase or a
+merge of manifests leads to other snapshots with the same manifests and data files. Dead files that are not
+needed may be deleted. In doubt a file is kept.
 
 A branch may also name files that it did not make. `register_table` names a metadata file of another writer: a
 copy of a table of `main`, or an older state. `add_files` names data files of other writers. A sweeper that
@@ -49,10 +49,11 @@ from branchlake_dagster.tables.table_files import (
 
 @dataclass(frozen=True)
 class BranchOutput:
-    """The keys that a branch changed, the metadata files that it named, and those that its own commits made.
+    """The keys, metadata files and snapshots in the commits of a branch.
 
-    `named_metadata` are all readable metadata files by location. `own_metadata` are those that the branch's
-    commits wrote. `own_snapshots` are the snapshots that its commits added, by id.
+    `named_metadata` are all existing metadata files that the commits put, by location. `own_metadata` are
+    those of them that the branch's commits wrote. `own_snapshots` are the snapshots that its commits added,
+    by id.
     """
 
     changed_keys: frozenset[ContentKey]
@@ -61,7 +62,10 @@ class BranchOutput:
     own_snapshots: Mapping[int, Snapshot]
 
     def recorded_bases(self, run_id: str) -> frozenset[str]:
-        """Return the base hashes in the run's snapshots, in metadata files that its branch wrote."""
+        """Return the base hashes that the run's snapshots record, in metadata files that its branch wrote.
+
+        Replayed snapshots are left out.
+        """
         bases = {
             summary_value(snapshot, LakeProperty.BASE_HASH)
             for metadata in self.own_metadata.values()
@@ -103,12 +107,12 @@ class BranchOutput:
 
     @cached_property
     def normalized_folders(self) -> frozenset[str]:
-        """The same folders as normalized locations."""
+        """The folders of the branch's tables, as normalized locations."""
         return frozenset(map(normalize_location, self.folders))
 
     @cached_property
     def earlier_metadata(self) -> frozenset[str]:
-        """The predecessors of the named metadata files, as normalized locations."""
+        """The earlier metadata files in the logs of the named metadata files, as normalized locations."""
         return frozenset(
             normalize_location(entry.metadata_file)
             for metadata in self.named_metadata.values()
@@ -119,7 +123,9 @@ class BranchOutput:
 def collect_branch_output(
     log: Iterable[LogEntry], base_locations: Mapping[ContentKey, str], base_hash: str, files: TableFiles
 ) -> BranchOutput:
-    """Collect what the commits of `log` (newest first) made on top of the tables of `base_locations`.
+    """Collect the keys, metadata files and snapshots of a branch's commits, `log` (newest first).
+
+    `base_locations` are the metadata locations of the tables at the base, by key.
 
     A commit wrote a metadata file, and did not only register it, if the file names the right predecessor.
     This is the file that the key had before, or none for a new key. A commit's own snapshots are those that
@@ -185,8 +191,9 @@ def _is_successor(metadata: TableMetadata, previous_location: str | None) -> boo
 class BorrowedFiles:
     """Distinguishes data files that a snapshot's writer wrote from older files that it only added.
 
-    `base_locations` are the tables at the base that may have such a file. `since` is the time of the base
-    commit.
+    `base_locations` are the metadata locations of the tables at the base that may have such a file. `since`
+    is the time of the base commit; if it is None, every file that the names do not prove as new counts as
+    older.
     """
 
     def __init__(self, files: TableFiles, base_locations: Iterable[str], since: datetime | None) -> None:
@@ -196,7 +203,7 @@ class BorrowedFiles:
         self._base_files: set[str] | None = None
 
     def __call__(self, path: str, snapshot: Snapshot, manifest: ManifestFile) -> bool:
-        """Return whether the file may be older than the run.
+        """Return whether the data file `path`, added by `manifest` of `snapshot`, may be older than the run.
 
         PyIceberg names the manifests and data files of one commit by one UUID, and the IO manager adds only
         files that it has just written. The files of a change table belong to its input, except for copied
@@ -245,7 +252,11 @@ class BorrowedFiles:
 
 
 def may_share_files(key: ContentKey, location: str, output: BranchOutput) -> bool:
-    """Return whether a table may share files with a branch's output, by its key and metadata file."""
+    """Return whether the table at `key`, with its metadata file `location`, may share files with a branch.
+
+    This is so if the branch changed the key, has a table in the same folder, or wrote a successor of the
+    metadata file.
+    """
     return (
         key in output.changed_keys
         or normalize_location(table_root(location)) in output.normalized_folders
@@ -263,11 +274,12 @@ class BaseUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the oth
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The files to delete by location, with their size in bytes, in phases that are deleted in order.
+    """The files to delete. Each phase maps locations to sizes in bytes; phases are deleted in order.
 
     Files of one phase are named by files of later phases, so an interrupted sweep can be planned again.
-    `held_by` are the references that need dead files. Needed files are kept. So are `outside_files` files
-    outside of the tables' own folders, and `borrowed_files` files that the run only added to its tables.
+    `held_by` are the names of the references that need some of the dead files; these files are kept.
+    `outside_files` is the number of kept files outside of the tables' own folders, and `borrowed_files` that
+    of kept files that the run added to its tables but did not write.
     """
 
     phases: tuple[Mapping[str, int], ...] = ()
@@ -307,10 +319,12 @@ class SweepPlanner:
     def plan(
         self, tag: Reference, base_hash: str, base_time: datetime | None, recorded_base: str = ""
     ) -> SweepPlan:
-        """Plan what may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
+        """Plan which files of the discarded branch `tag` may be deleted. Deletes nothing.
 
-        `recorded_base` is the base that Dagster has recorded for the run, or empty. Raises StateUnreadable if
-        metadata is missing or damaged, and BaseUnknown if `main` was set back to before the branch began.
+        `base_hash` is the newest commit that the branch shares with `main`, made at `base_time`.
+        `recorded_base` is the base hash in the run's tags, or empty. Raises StateUnreadable if metadata is
+        missing or damaged. Raises BaseUnknown if `main` was set back to before the commit that the branch
+        started from.
         """
         try:
             return self._plan_sweep(tag, base_hash, base_time, recorded_base)
@@ -367,10 +381,12 @@ class SweepPlanner:
     def _find_dead_files(
         self, output: BranchOutput, related_locations: Collection[str], base_time: datetime | None
     ) -> tuple[list[dict[str, int]], int, int]:
-        """Return the dead files in four phases, then the numbers of files that are outside or borrowed.
+        """Return the dead files in four phases, then the numbers of outside and of borrowed files.
 
-        The phases are data files, manifests, statistics with manifest lists, and metadata.
-        `related_locations` are the tables at the base that may share files with the branch's.
+        The phases are data files, manifests, statistics with manifest lists, and metadata; each maps
+        locations to sizes. Outside files are not in a folder of the branch's tables. Borrowed files may be
+        older than the run. `related_locations` are the metadata files of tables at the base that may share
+        files with the branch.
         """
         base_snapshots, base_metadata = self._load_base_state(related_locations)
         data: dict[str, int] = {}
@@ -416,7 +432,10 @@ class SweepPlanner:
         return inside_phases, outside_count, len(borrowed_paths - data.keys())
 
     def _load_base_state(self, locations: Iterable[str]) -> tuple[set[int], set[str]]:
-        """Return the snapshot ids and the metadata files that tables at the base refer to."""
+        """Return the snapshot ids and the normalized metadata locations that tables at the base refer to.
+
+        Raises FileUnreadable if a metadata file is missing.
+        """
         snapshots: set[int] = set()
         metadata_files: set[str] = set()
         for location in locations:
@@ -435,7 +454,10 @@ class SweepPlanner:
     def _find_other_tables(
         self, tag: Reference, base_locations: Mapping[ContentKey, str]
     ) -> dict[tuple[ContentKey, str], set[str]]:
-        """Return the tables of other references that differ from the base, with the references' names."""
+        """Return the tables of other references that differ from the base.
+
+        The result maps (key, metadata location) to the names of the references with this table.
+        """
         ref_names: dict[tuple[ContentKey, str], set[str]] = {}
         old_locations = set(base_locations.values())
         for ref in self._references.values():
@@ -450,9 +472,10 @@ class SweepPlanner:
     def _find_reached_files(
         self, location: str, old_locations: frozenset[str]
     ) -> tuple[frozenset[str], str | None]:
-        """Return all files that a metadata file leads to, except through snapshots that `old_locations` know.
+        """Return the normalized locations of all files that a metadata file refers to.
 
-        The second value describes what could not be read, or is None. Results are cached for all plans.
+        Files of snapshots that are in the metadata files `old_locations` too are left out. The second value
+        is a sentence about a file that could not be read, or None. Results are cached for all plans.
         """
         if (location, old_locations) not in self._reached_files:
             old_snapshots: set[int] = set()
@@ -505,9 +528,9 @@ class SweepPlanner:
     # -- reading ---------------------------------------------------------------------------------------
 
     def _load_tables(self, ref: Reference) -> dict[ContentKey, str]:
-        """Load the tables of a reference.
+        """Load the metadata locations of the tables at a reference, by key.
 
-        For branchlake's branches, load only the tables that they changed.
+        For branchlake's branches, only the tables that they changed are returned.
         """
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
         if ancestor is None or not is_own_reference(
@@ -526,7 +549,7 @@ class SweepPlanner:
         return self._tables[ref]
 
     def _load_base_by_folder(self, base_hash: str) -> Mapping[str, list[str]]:
-        """Return the tables at the base by their folders."""
+        """Return the metadata locations of the tables at the base, by the normalized folder of the table."""
         if base_hash not in self._tables_by_folder:
             locations: dict[str, list[str]] = {}
             for location in self._load_tables_at(f"@{base_hash}").values():
@@ -538,11 +561,12 @@ class SweepPlanner:
 def _is_branch_base(
     base_hash: str, recorded_base: str, log: Sequence[LogEntry], output: BranchOutput, name: str
 ) -> bool:
-    """Return whether `name` began at `base_hash`, the newest commit that it shares with `main`.
+    """Return whether branch `name` started from `base_hash`, the newest commit that it shares with `main`.
 
-    It did not if `main` was set back: then other commits of `main` lie in between. They have one parent each,
-    like those of the run. When they were once taken for the run's, their files were deleted, even published
-    ones. Dagster or the run's snapshots record the base. If neither does, every commit must name the run.
+    It did not if `main` was set back: then `log`, the commits since `base_hash`, also has commits that `main`
+    has lost. They have one parent each, like the run's commits. When they were once taken for the run's
+    commits, even published files were deleted. The base is recorded in the run's tags or its snapshots. If
+    neither records it, every commit must name the run.
     """
     if any(entry.commit.properties.get(LakeProperty.PUBLICATION_ID) for entry in log):
         return False

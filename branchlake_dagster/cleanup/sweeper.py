@@ -37,19 +37,26 @@ SWEEPER_TAG_FILTER = tag_filter(ReferencePrefix.DISCARDED, ReferencePrefix.SWEEP
 
 _DELETE_THREADS = 8
 _SELF_CLEANING_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM)
-"""Prefixes of references whose own end also cleans up the files that they still need."""
+"""Prefixes of references whose later cleanup also deletes the files that they still need.
+
+A tag is kept only if other references than these and `main` need its files.
+"""
 
 
 _CLAIMED_REASON = CodedReason("another process has claimed it meanwhile", "claimed_meanwhile")
 
 
 class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """The store refused to delete a file."""
+    """The storage refused to delete a file of a discarded branch. The next sweep continues."""
 
 
 @dataclass(frozen=True)
 class Sweeping:
-    """The outcome for a discarded state. `files` and `size` (bytes) are what was freed, or would be."""
+    """The outcome of a sweep for one tag of a discarded branch.
+
+    `done` is true if the tag was deleted, and false if it was kept, for the `reason`. `files` and `size` are
+    the number and the bytes of the files that were deleted; in a dry run, that would be deleted.
+    """
 
     tag: str
     run_id: str
@@ -65,22 +72,27 @@ class Sweeping:
 
 @dataclass(frozen=True)
 class _DueTag:
-    """A tag to sweep, and the base of its state. `base_hash` is None if there is nothing to delete."""
+    """A tag to sweep, with the commit of `main` that its branch started from.
+
+    `base_hash` is None if the run was published, so that only the tag is deleted. `base_time` is the time of
+    that commit.
+    """
 
     run_id: str
     tag: Reference
     base_hash: str | None
     base_time: datetime | None = None
     recorded_base: str = ""
-    """The base that Dagster has recorded for the run, or empty."""
+    """The base hash that the run's tags record; empty if they record none."""
 
 
 class Sweeper:
     """Sweeps the tags of the Nessie filter `ref_filter` that are older than their grace period.
 
-    `grace` applies to runs that recorded none themselves, and to tags that a person has named. `load_owners`
-    loads the owners of branches, as for the reaper. A tag without owner is swept only if Dagster instance
-    `instance` made it, or if `anyones` is true because a person has named it.
+    `grace` applies to runs that have not recorded a grace period, and to tags that a person has named.
+    `load_owners` loads the owners of branches by branch name, without branches of unknown runs. A tag without
+    an owner is swept only if the Dagster instance with the id `instance` made it, or if `anyones` is true
+    because a person has named the tag.
     """
 
     def __init__(
@@ -105,7 +117,11 @@ class Sweeper:
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False) -> Iterator[Sweeping]:
-        """Run one pass. Errors of Nessie and `load_owners` are raised before a file is deleted."""
+        """Run one pass, and yield an outcome for each tag, also for tags that are kept.
+
+        All tags and owners are read before the first file is deleted. Errors of Nessie and of `load_owners`
+        are raised; the next pass continues an interrupted sweep. A dry run changes nothing.
+        """
         due_tags: list[_DueTag] = []
         for candidate in self._find_due_tags():
             if isinstance(candidate, Sweeping):
@@ -190,9 +206,10 @@ class Sweeper:
     # -- the claim -------------------------------------------------------------------------------------
 
     def _claim_tag(self, tag: Reference, run_id: str) -> Reference | Sweeping | None:
-        """Claim the tag by its new name.
+        """Claim the tag by renaming it to `sweeping-…`.
 
-        Return the new tag, None if it has that name, or a Sweeping if others claimed it.
+        Returns the new tag; None if the tag has this name already; or the outcome "kept" if another process
+        has claimed the tag, or an older sweep of the run is not complete.
         """
         if tag.name.startswith(ReferencePrefix.SWEEPING):
             return None
