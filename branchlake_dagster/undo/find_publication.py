@@ -12,14 +12,15 @@ _MAX_NAMED = 10
 
 
 class PublicationNotFound(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """`main` has no publication by this name, or several."""
+    """`main` has no publication with this name, or several."""
 
 
 def find_publication(client: NessieClient, name: str) -> Publication:
-    """Find the publication of a run, by the beginning of its run id, publication id or commit.
+    """Find a publication by the first four or more characters of its run id, publication id or commit.
 
-    A whole commit or publication id ends the search. Otherwise the whole log of `main` is read, 7,000 commits
-    a second, because another publication may have the same name. Raises PublicationNotFound.
+    A complete commit hash or publication id ends the search. Otherwise the whole log of `main` is read, 7,000
+    commits a second, because another publication may match too. Raises PublicationNotFound if no publication
+    matches, if several match, or if the commit has several publications.
     """
     if len(name) < _SHORTEST_NAME:
         raise PublicationNotFound(

@@ -1,4 +1,4 @@
-"""Which snapshots, properties and columns of a commit belong to one of its publications."""
+"""Finds which snapshots, properties and columns of a commit belong to one of its publications."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def build_own_change(
     old: Table | None,
     new: Table,
 ) -> OwnChange:
-    """Return what a publication did to the table with the dotted name `table`.
+    """Return the part of a commit's change to the table `table` (a dotted name) that one publication made.
 
     `change` is the change by its commit, from `old` (None if the commit created the table) to `new`. `others`
-    are the publications of the same commit that changed the same table. Then only steps with the
-    publication's run belong to it. Raises DependencyFound if a step names none of these runs.
+    are the other publications of this commit that changed the same table. If there are any, only steps with
+    the publication's run belong to it. Then DependencyFound is raised if a step names none of these runs, or
+    if the columns or the layout changed.
     """
     steps = change.steps
     if others:
@@ -75,7 +76,7 @@ def _shared_commit(table: str, why: str, others: Sequence[Publication]) -> Depen
 def _is_set_by(
     publication: Publication, steps: Sequence[SnapshotChange], name: str, value: str | None
 ) -> bool:
-    """Return whether the publication set a property in a commit that others share.
+    """Return whether the publication set a property, in a commit that has other publications too.
 
     The position of a consumer names its run, and the snapshots of an ingestion repeat their offsets. Other
     properties stay, because another publication may have set them.
@@ -87,10 +88,10 @@ def _is_set_by(
 
 
 def join_own_changes(table: str, changes: Sequence[OwnChange]) -> OwnChange:
-    """Join the changes of several publications of one table, oldest first.
+    """Join the changes of several publications of one table into one change. `changes` has the oldest first.
 
-    A property that another publication set in between keeps its value. Raises DependencyFound if another
-    publication changed the columns in between.
+    A property that another publication set in between is left out, so that the undo keeps its value. Raises
+    DependencyFound if another publication changed the columns in between.
     """
     old_properties: dict[str, str | None] = {}
     new_properties: dict[str, str | None] = {}

@@ -53,7 +53,7 @@ _TABLES_AT_ONCE = 8
 
 
 class UndoContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Other writers kept changing the same tables; nothing was undone."""
+    """Other writers changed the same tables during each of five attempts; nothing was undone."""
 
 
 class UndoUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
@@ -66,21 +66,21 @@ class _Plan:
 
     main_hash: str
     contents: Mapping[ContentKey, Content]
-    """What `main` holds under the keys of the publications and of their namespaces."""
+    """The contents of the publications' keys and of their namespaces on `main`."""
     new_contents: dict[ContentKey, Content | None] = field(default_factory=dict)
-    """What changed keys hold after the undo."""
+    """The contents of changed keys after the undo; None for a key that is deleted."""
     states: list[StagedState] = field(default_factory=list)
     tables: list[UndoneTable] = field(default_factory=list)
     dependencies: list[Dependency] = field(default_factory=list)
     superseding_ids: set[int] = field(default_factory=set)
-    """Snapshots of later publications that have replaced rows of the undone ones."""
+    """The ids of snapshots of later publications that have replaced rows of the undone publications."""
     own_ids: set[int] = field(default_factory=set)
-    """Snapshots of the undone publications."""
+    """The ids of the snapshots of the undone publications."""
     namespace_properties: dict[ContentKey, Mapping[str, str]] = field(default_factory=dict)
     """The properties of namespaces that the undone publications dropped."""
 
     def build_operations(self) -> list[Operation]:
-        """Build the operations of the commit, with namespaces that were dropped since."""
+        """Build the operations of the commit. They create namespaces again that were dropped since."""
         operations: list[Operation] = []
         dropped_namespaces = {
             namespace
@@ -99,9 +99,10 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _KeyHistory:
-    """What the undone publications did with one key: content before the first and after the last of them.
+    """The changes of one key by the undone publications.
 
-    `commits` are their changes of the key, oldest first, with the publication.
+    `before` is the content before the first of these publications, `after` the content after the last of
+    them. `commits` are the changes of the key, oldest first, each with its publication.
     """
 
     key: ContentKey
@@ -113,7 +114,7 @@ class _KeyHistory:
 
     @property
     def is_one_table(self) -> bool:
-        """Whether the key held one table before and after each of the commits."""
+        """Whether the key had the same table before and after each of the commits."""
         contents = [
             content for _, entry in self.commits for content in (entry.from_content, entry.to_content)
         ]
@@ -121,7 +122,10 @@ class _KeyHistory:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether one of the commits dropped the content, or it was another content afterwards."""
+        """Whether the key had different content ids after the commits and before each later commit.
+
+        A drop, or another table created under the key, changes the id.
+        """
         # Publications of one commit share its change of the key.
         entries = list({publication.hash: entry for publication, entry in self.commits}.values())
         later_contents = [entry.to_content for entry in entries]
@@ -137,19 +141,24 @@ class PublicationUndo:
         self._client = client
         self._tables = tables
         self._changes: dict[str, tuple[DiffEntry, ...]] = {}
-        """The changes of each commit that was read."""
+        """The changes of each commit that was read, by commit hash."""
         self._members: dict[str, list[Publication]] = {}
-        """The publications of each commit that was read."""
+        """The publications of each commit that was read, by commit hash."""
 
     @classmethod
     def of_lake(cls, lake: Lakehouse) -> PublicationUndo:
-        """Build it for a lake."""
+        """Build the object for the Iceberg tables of a lake."""
         return cls(lake.nessie, IcebergTableFormat(lake.catalog(), SnapshotFiles()))
 
     def plan(
         self, publication: Publication, *, with_followers: bool = False, keep_positions: bool = False
     ) -> Undo:
-        """Return what `undo` would do now, and change nothing."""
+        """Return what `undo` would do now, and leave `main` unchanged.
+
+        If the publication cannot be undone alone, the result has `dependencies`, and nothing is raised. If it
+        is undone already, the result is that undo. Raises PublicationNotFound if `main` was set back to
+        before the publication, and the errors of Nessie and of the storage.
+        """
         undos = self._earlier_undos(publication)
         if earlier := self._find_own_undo(publication, undos):
             return earlier
@@ -165,7 +174,10 @@ class PublicationUndo:
         With `with_followers`, later publications that build on it are undone by the same commit. With
         `keep_positions`, consumers and ingestions do not read again what the publication had read.
 
-        Raises UndoRefused, UndoContended, UndoUnknown, and the errors of Nessie and of the storage.
+        Returns the committed undo. If an earlier call has made it, `is_new` is False.
+
+        Raises UndoRefused if the publication cannot be undone, or not alone; PublicationNotFound if `main`
+        was set back to before it; UndoContended; UndoUnknown; and the errors of Nessie and of the storage.
         """
         unknown_outcome: NessieOutcomeUnknown | None = None
         where = {"branch": MAIN, "run_id": publication.run_id, "table": ", ".join(publication.tables)}
@@ -190,7 +202,7 @@ class PublicationUndo:
         )
 
     def _try_undo(self, publication: Publication, with_followers: bool, keep_positions: bool) -> Undo | None:
-        """Plan and commit once. Return None if `main` has changed meanwhile."""
+        """Plan and commit once. Return None if `main` has changed one of the keys meanwhile."""
         undos = self._earlier_undos(publication)
         if earlier := self._find_own_undo(publication, undos):
             return earlier
@@ -221,7 +233,10 @@ class PublicationUndo:
         return Undo(publications, tuple(plan.tables), commit)
 
     def _earlier_undos(self, publication: Publication) -> list[LogEntry]:
-        """Read the undos on `main` since a publication. Nessie filters the commits."""
+        """Return the commits on `main` since a publication that undid publications, newest first.
+
+        Raises PublicationNotFound if `main` no longer contains the publication.
+        """
         marker = f"'{LakeProperty.UNDONE_PUBLICATIONS}' in commit.properties"
         try:
             return list(self._client.log(MAIN, since=publication.hash, filter=marker))
@@ -233,7 +248,10 @@ class PublicationUndo:
             ) from error
 
     def _find_own_undo(self, publication: Publication, undos: Sequence[LogEntry]) -> Undo | None:
-        """Find the undo of the publication among the undos since it, with what it did."""
+        """Return the undo of the publication among the commits `undos`; None if it was not undone.
+
+        The row counts of its tables are None.
+        """
         for entry in undos:
             undone_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
             if publication.publication_id not in undone_ids:
@@ -255,7 +273,12 @@ class PublicationUndo:
         with_followers: bool,
         keep_positions: bool,
     ) -> tuple[tuple[Publication, ...], _Plan]:
-        """Plan the undo. With followers, add the publications that build on it until none is left."""
+        """Plan the undo, and return the publications to undo, newest first, with the plan.
+
+        With followers, the publications that a dependency names are added, and the undo is planned again,
+        until no dependency is left or no publication can be added. The remaining dependencies are in the
+        plan.
+        """
         undone_ids = {
             name for entry in undos for name in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
         }
@@ -285,7 +308,7 @@ class PublicationUndo:
             publications = (*later_members, publication)
 
     def _later_publications(self, publication: Publication) -> Iterator[Publication]:
-        """Yield the publications on `main` since the given one, newest first."""
+        """Yield the publications on `main` after the commit of the given publication, newest first."""
         for entry in self._client.log(MAIN, since=publication.hash):
             yield from parse_publications(entry)
 
@@ -324,7 +347,10 @@ class PublicationUndo:
         return plan
 
     def _name_writers(self, dependency: Dependency, publications: Sequence[Publication]) -> Dependency:
-        """Name the later publications of the table, if the dependency is on whatever changed it."""
+        """Return the dependency with the runs that published the table later, if it names no run itself.
+
+        This applies only to the reasons in `_NAMED_BY_TABLE`. Other dependencies are returned unchanged.
+        """
         if dependency.reason.code not in _NAMED_BY_TABLE or dependency.run_ids:
             return dependency
         run_ids = [
@@ -402,7 +428,7 @@ class PublicationUndo:
         ]
 
     def _explain_absence(self, history: _KeyHistory) -> Dependency:
-        """Return why the key no longer holds the table: somebody renamed it, dropped it or replaced it."""
+        """Return a dependency for a table that is no longer at its key: it was renamed, or else dropped."""
         content_id = history.after.content_id if history.after else None
         entries = self._client.entries(MAIN)
         if any(entry.content_id == content_id for entry in entries):
@@ -412,7 +438,10 @@ class PublicationUndo:
         return Dependency(history.key.name, reason)
 
     def _plan_content(self, history: _KeyHistory, plan: _Plan) -> UndoneTable | Dependency:
-        """Plan the undo of a created or dropped table, or of a view, that nobody has changed since."""
+        """Plan the undo of a created or dropped table, or of a view, which is unchanged since.
+
+        Sets the earlier content in the plan. Returns a dependency if a file of that content is missing.
+        """
         key, before = history.key, history.before
         if before is None:
             plan.new_contents[key] = None
@@ -457,7 +486,10 @@ class PublicationUndo:
         return undone_table
 
     def _load_own_change(self, history: _KeyHistory) -> OwnChange:
-        """Load the snapshots, properties and columns of the undone publications in one table."""
+        """Load the snapshots, properties and columns that the undone publications changed in one table.
+
+        Raises DependencyFound if they cannot be separated from those of other publications.
+        """
         own_changes = []
         for publication, entry in history.commits:
             assert isinstance(entry.to_content, IcebergTable)  # noqa: S101 - only tables have snapshots
@@ -490,7 +522,7 @@ def _unknown_error(where: Mapping[str, str]) -> UndoUnknown:
 
 _GONE = "dropped_since"
 _NAMED_BY_TABLE = frozenset({"changed_since", "renamed", "positions_moved", _GONE})
-"""Dependencies on whatever changed the table since."""
+"""The codes of dependencies for which every later publication of the table counts as the cause."""
 
 
 def _describe_change(change: DiffEntry) -> str:
@@ -526,9 +558,10 @@ def _join_ids(publications: Sequence[Publication]) -> str:
 def _find_hidden_rows(
     publications: Sequence[Publication], own_ids: Collection[int], undos: Sequence[LogEntry]
 ) -> Iterator[Dependency]:
-    """Yield a dependency for each earlier undo of rows that the publications had replaced.
+    """Yield dependencies if the publications had replaced rows of a publication that was undone since.
 
-    `own_ids` are their snapshots. The undo of the replacement would bring these rows back.
+    The undo of this replacement would bring the undone rows back. `own_ids` are the snapshots of the
+    publications, and `undos` the commits of earlier undos. Each such undo gives one dependency per table.
     """
     names = {str(snapshot_id) for snapshot_id in own_ids}
     tables = {table for publication in publications for table in publication.tables}
@@ -546,7 +579,10 @@ def _list_property(entry: LogEntry, name: str) -> list[str]:
 
 
 def _properties(publications: Sequence[Publication], superseding_ids: Collection[int]) -> dict[str, str]:
-    """Return the properties of the undo's commit. Readers of publications must not take it for one."""
+    """Return the properties of the undo's commit.
+
+    They have no publication id, so that readers of the ledger do not take the commit for a publication.
+    """
     properties = {
         LakeProperty.UNDONE_PUBLICATIONS: _join_ids(publications),
         LakeProperty.UNDONE_RUNS: ",".join(publication.run_id for publication in publications),

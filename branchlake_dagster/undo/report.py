@@ -29,7 +29,8 @@ def report_undo(instance: DagsterInstance, lake: Lakehouse, undo: Undo) -> int:
     The newest observation of a partition shows whether `main` has it. Partitions that another run has
     materialized since are left out. The tag `branchlake` of a run becomes `undone`. A live ingestion keeps
     its tag, because its other batches are still on `main`. Runs that this Dagster instance does not have are
-    left out. Idempotent, apart from repeated observations. Returns the number of runs.
+    left out. Idempotent, apart from repeated observations. Returns the number of runs on which the undo was
+    reported; 0 if the undo has no commit.
     """
     if undo.commit is None:
         return 0
@@ -84,7 +85,11 @@ def _build_observations(
     *,
     with_partitions: bool,
 ) -> Iterator[AssetObservation]:
-    """Yield one observation for each asset and partition that the run, or a run that it continued, wrote."""
+    """Yield one observation for each asset and partition that the run, or a run that it continued, wrote.
+
+    Only assets of `tables` count. Partitions that another run has materialized since are left out. Without
+    `with_partitions`, each asset gets one observation without a partition.
+    """
     seen: set[tuple[AssetKey, str | None]] = set()
     run_ids = _continued_run_ids(instance, run)
     for run_id in run_ids:
@@ -107,7 +112,7 @@ def _build_observations(
 
 
 def _continued_run_ids(instance: DagsterInstance, run: DagsterRun) -> Sequence[str]:
-    """Return the run, and the failed runs whose work it took over."""
+    """Return the id of the run, then the ids of the failed runs whose work it took over, newest first."""
     run_ids = [run.run_id]
     current: DagsterRun | None = run
     while current is not None:

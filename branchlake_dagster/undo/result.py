@@ -1,4 +1,4 @@
-"""What an undo does to each table, and why it is refused."""
+"""The result of an undo for each table, and the error for an undo that is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from branchlake_dagster.wording import format_names
 
 
 class UndoRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Later work builds on the publications, so they cannot be undone alone; nothing was changed.
+    """The publications cannot be undone, or not without later publications; nothing was changed.
 
     Attributes:
-        dependencies: Why, for each table.
+        dependencies: The reasons, each with its table and the later runs.
     """
 
     def __init__(self, message: str, dependencies: Sequence[Dependency], **where: object) -> None:
@@ -26,7 +26,7 @@ class UndoRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the oth
 
 @dataclass(frozen=True)
 class UndoneTable:
-    """What an undo does, or did, with one table.
+    """The effect of a planned or committed undo on one table.
 
     `action` is one of `changed`, `dropped` (the publication had created it), `restored` (the publication had
     dropped it) and `unchanged` (later publications have replaced or dropped all of it). The numbers of rows
@@ -40,9 +40,9 @@ class UndoneTable:
     restored_files: int = 0
     restored_rows: int | None = 0
     properties: tuple[str, ...] = ()
-    """The properties that get their earlier values: among them positions and offsets."""
+    """The names of the properties that get their earlier values, also positions and offsets."""
     superseded_by: tuple[str, ...] = ()
-    """Later runs that have replaced a part of its rows already."""
+    """The ids of later runs that have replaced a part of the undone rows already."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Undo:
     commit: str | None = None
     is_new: bool = True
     dependencies: tuple[Dependency, ...] = ()
-    """Of a dry run: why the publications cannot be undone without others."""
+    """In a plan: the reasons why the publications cannot be undone, or not alone; empty if they can."""
 
 
 def describe_table(table: str, undo: TableUndo) -> UndoneTable:
-    """Return what an undo changes in a table."""
+    """Return the effect of a planned undo on a table, with the numbers of files and rows."""
     removed_rows = [file.rows for file in undo.removed.values()]
     restored_rows = [file.rows for file in undo.restored.values()]
     return UndoneTable(

@@ -1,4 +1,4 @@
-"""An undo in words and as tables, for the command and for the job's page."""
+"""Formats an undo as sentences, as a table and as JSON, for the command and for the job's page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from branchlake_dagster.wording import format_count, format_names
 
 
 def format_undo(undo: Undo, *, dry_run: bool) -> str:
-    """Return what was or would be done, as sentences."""
+    """Return sentences that describe a committed undo or, with `dry_run`, a planned one."""
     run_ids = list(dict.fromkeys(publication.run_id for publication in undo.publications))
     count = format_count(len(undo.publications), "publication")
     runs = format_names("run", run_ids)
@@ -26,7 +26,7 @@ def format_undo(undo: Undo, *, dry_run: bool) -> str:
 
 
 def list_columns(table: UndoneTable) -> tuple[str, str, str, str, str]:
-    """Return the table's line: name, action, removed and restored rows, and notes."""
+    """Return the cells of the table's row, in the order of `HEADERS`."""
     notes = []
     if table.properties:
         notes.append("earlier values of " + ", ".join(table.properties))
@@ -66,7 +66,7 @@ def format_publications(undo: Undo) -> str:
 
 
 def undo_to_json(undo: Undo) -> dict[str, Any]:
-    """Return the object of `branchlake undo --json`."""
+    """Return the JSON object that `branchlake undo --json` prints."""
     return {
         "commit": undo.commit,
         "is_new": undo.is_new,

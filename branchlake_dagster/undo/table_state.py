@@ -1,4 +1,4 @@
-"""The table after an undo, in memory: snapshot, properties and columns. Reads and writes only metadata."""
+"""Builds the state of a table after an undo, in memory. Reads and writes only metadata and manifests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from branchlake_dagster.wording import CodedReason
 
 
 def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
-    """Require that restored files exist, and that no rows come back that were deleted by delete files.
+    """Raise DependencyFound if a file to restore is missing, or if delete files had deleted rows of it.
 
-    `old_table` is the table before the undone publications. Raises DependencyFound.
+    The deleted rows would come back. `name` is the table's dotted name, and `old_table` the table before the
+    undone publications.
     """
     delete_files = read_live_files(old_table.io, old_table.current_snapshot(), ManifestContent.DELETES)
     old_deletes = convert_delete_files(old_table.metadata, delete_files)
@@ -46,7 +47,7 @@ def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
 
 
 def require_reversible(name: str, undo: TableUndo, table: Table) -> None:
-    """Require that the files exist that a compaction of `table` had rewritten. Raises DependencyFound."""
+    """Raise DependencyFound if a file is missing that a reversal of a compaction of `table` adds again."""
     _require_readable(
         name,
         [
@@ -65,7 +66,10 @@ def _require_readable(name: str, stored_files: Sequence[StoredFile]) -> None:
 
 
 def find_missing_file(table: Table) -> Exception | None:
-    """Return the error of a file of the table that cannot be read; None if all can be read."""
+    """Return the first error among the files of the table's current snapshot; None if all files exist.
+
+    Raises the error if the manifest list or a manifest itself cannot be read.
+    """
     live_files = read_live_files(table.io, table.current_snapshot())
     stored_files = [StoredFile(table.io, file.file_path, file.file_size_in_bytes) for file in live_files]
     return next(filter(None, file_errors(stored_files)), None)
@@ -77,7 +81,8 @@ def build_undone_state(
     """Return the table's state after the undo, in memory. Its manifests are written.
 
     `name` is the table's dotted name, `target` its current state, and `old_table` the table before the undone
-    publications. `properties` go into the summary of the new snapshot.
+    publications. `properties` go into the summary of the new snapshot. Raises DependencyFound if Iceberg
+    refuses the snapshot; the written manifests are deleted then.
     """
     state = StagedState(target.base, target.table, list(target.written_paths))
     _apply(state, _metadata_updates(undo, old_table))
@@ -100,7 +105,11 @@ def build_undone_state(
 def _build_undo_snapshot(
     state: StagedState, undo: TableUndo, properties: Mapping[str, str]
 ) -> tuple[TableUpdate, ...]:
-    """Build the snapshot. Reads all manifests only if the files moved out of those of the publication."""
+    """Return the updates that add the undo's snapshot.
+
+    First only the manifests of the undone snapshots are searched for the files to remove. All manifests are
+    read only if the files are in other manifests by now.
+    """
 
     def build(manifests_of: Collection[int] | None) -> tuple[TableUpdate, ...]:
         return build_snapshot(

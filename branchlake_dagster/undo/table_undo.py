@@ -1,9 +1,9 @@
-"""What the undo of publications changes in one table. Pure functions over a table's steps.
+"""Plans what the undo of publications changes in one table. Pure functions over a table's steps.
 
 The undo of a step removes the files that the step added, and adds the files that it removed. Later steps of
 other publications stay. The result must be the table that a history without the undone steps would have.
-Where the files do not prove that, the undo is not possible, and the answer is a `Dependency` that names the
-later publications. They can be undone as well.
+If the files do not prove that, `DependencyFound` is raised, with a `Dependency` that names the later
+publications. They can be undone as well.
 
 | a later step | the undo |
 |---|---|
@@ -56,12 +56,12 @@ _DELETED_ROWS = CodedReason("rows that were deleted before the publication would
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 _MORE_PARTITIONS = "…"
-"""Begins the last of a snapshot's partition names if it has more than its summary lists."""
+"""The first character of a snapshot's last partition name if its summary does not list all partitions."""
 
 
 @dataclass(frozen=True)
 class Dependency:
-    """Why a table of the publication cannot be undone alone.
+    """A reason why the change of one table by a publication cannot be undone, or not alone.
 
     Attributes:
         table: The table's dotted name.
@@ -78,7 +78,7 @@ class Dependency:
 
 
 class DependencyFound(Exception):  # noqa: N818 - it never leaves the package
-    """A part of the publication cannot be undone alone."""
+    """A part of the publication cannot be undone alone. `dependency` has the table and the reason."""
 
     def __init__(self, dependency: Dependency) -> None:
         super().__init__(dependency.reason)
@@ -87,7 +87,7 @@ class DependencyFound(Exception):  # noqa: N818 - it never leaves the package
 
 @dataclass(frozen=True)
 class OwnChange:
-    """What the undone publications did to one table, apart from its rows.
+    """The snapshots, properties and layouts by which the undone publications changed one table.
 
     Attributes:
         snapshot_ids: The snapshots on `main` that they added.
@@ -107,10 +107,11 @@ class OwnChange:
 
 @dataclass
 class TableUndo:
-    """What the undo changes in one table.
+    """The changes that the undo makes in one table.
 
-    `removed` are the files whose rows go, and `restored` the files whose rows come back. `superseded_by` are
-    later runs that have replaced a part of the rows already.
+    `removed` are the data files to remove and `restored` the data files to add again, by path.
+    `properties_set` get their earlier values. `superseded_by` are the ids of later runs that have replaced a
+    part of the rows already.
     """
 
     removed: dict[str, File] = field(default_factory=dict)
@@ -125,18 +126,18 @@ class TableUndo:
     superseding_ids: tuple[int, ...] = ()
     """The snapshots that have replaced a part of the rows."""
     reversals: list[SnapshotChange] = field(default_factory=list)
-    """Compactions that are reversed before, because they joined undone rows with others; the newest first."""
+    """The steps that first reverse compactions which joined undone rows with other rows, newest first."""
     is_superseded: bool = False
     """Whether later publications have replaced all rows of the undone ones."""
 
     @property
     def split_files(self) -> list[File]:
-        """The compacted files that the reversals remove."""
+        """The compacted files that `reversals` remove."""
         return [file for reversal in self.reversals for file in reversal.removed]
 
     @property
     def changes_anything(self) -> bool:
-        """Whether the table gets a new state."""
+        """Whether the undo changes files, properties or columns of the table."""
         return bool(
             self.removed
             or self.restored
@@ -154,11 +155,12 @@ def plan_table_undo(
     *,
     keep_positions: bool = False,
 ) -> TableUndo:
-    """Plan the undo in one table.
+    """Plan the undo in one table. Reads and writes no file.
 
-    `change` leads from the state before the first undone publication to the current state of `main`. With
-    `keep_positions`, the positions of consumers and the offsets of ingestions stay as they are, so what was
-    read is not read again. Raises DependencyFound.
+    `change` leads from the state before the first undone publication to the current state of `main`. `own`
+    are the parts of it that the undone publications made. `current_properties` are the table's properties on
+    `main`. With `keep_positions`, the positions of consumers and the offsets of ingestions stay as they are,
+    so that no record is read again. Raises DependencyFound if the undo is not possible without others.
     """
     if not own.snapshot_ids <= {step.snapshot_id for step in change.steps}:
         reason = CodedReason("the publication's snapshots have expired or were rolled back", "history_lost")
@@ -200,7 +202,7 @@ def plan_table_undo(
 
 
 def _find_reversals(steps: Sequence[SnapshotChange]) -> frozenset[int]:
-    """Return the snapshots by which rebases restored compacted files."""
+    """Return the ids of the snapshots by which rebases restored compacted files."""
     return frozenset(
         step.snapshot_id
         for step in steps
@@ -209,7 +211,7 @@ def _find_reversals(steps: Sequence[SnapshotChange]) -> frozenset[int]:
 
 
 def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
-    """Leave out the steps that an earlier undo reversed, together with the step of that undo."""
+    """Return the steps without those that an earlier undo reversed, and without the step of that undo."""
     undone_ids: set[int] = set()
     kept_steps = []
     for step in reversed(steps):
@@ -223,9 +225,10 @@ def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
 def _find_superseding_steps(
     steps: Sequence[SnapshotChange], own_ids: Collection[int]
 ) -> dict[int, SnapshotChange]:
-    """Return the undone steps whose rows a later step of others has replaced, by id, with that step.
+    """Return the later step that replaced all rows of an undone step, by the snapshot id of the undone step.
 
-    The changes between them do not matter: their rows in the replaced partitions are gone as well.
+    `own_ids` are the snapshots to undo; steps without such a later step are left out. The changes between
+    both steps do not matter: their rows in the replaced partitions are gone as well.
     """
     superseding_steps: dict[int, SnapshotChange] = {}
     for number, own_step in enumerate(steps):
@@ -243,7 +246,11 @@ def _require_separate_files(
     own_steps: Sequence[SnapshotChange],
     superseding_steps: Mapping[int, SnapshotChange],
 ) -> None:
-    """Require that no remaining step rewrote files of a step that was replaced: they would come back."""
+    """Raise DependencyFound if an own step rewrote files of a superseded step.
+
+    The undo would restore these files, and with them rows that a later step has replaced. `own_steps` are the
+    undone steps that no later step supersedes.
+    """
     replaced_paths = {
         file.path for step in steps if step.snapshot_id in superseding_steps for file in step.added
     }
@@ -260,13 +267,16 @@ def _require_invertible(table: str, step: SnapshotChange) -> None:
 
 
 def _require_no_deleted_rows(table: str, step: SnapshotChange, deletes: Sequence[DeleteFile]) -> None:
-    """Require that the files that an undone step removed had no rows that delete files had removed."""
+    """Raise DependencyFound if delete files had deleted rows of the files that an undone step removed.
+
+    The undo would restore these files, and with them the deleted rows.
+    """
     if hit_files := find_hit_files(deletes, step.removed):
         raise DependencyFound(Dependency(table, _DELETED_ROWS, _partitions(hit_files)))
 
 
 def _require_whole_compactions(table: str, undo: TableUndo, step: SnapshotChange) -> None:
-    """Require that a step did not change files of a compaction that the undo reverses."""
+    """Raise DependencyFound if a step changed compacted files that the undo removes by a reversal."""
     split_files = undo.split_files
     split_paths = {file.path for file in split_files}
     lost_files = [file for file in step.removed if file.path in split_paths]
@@ -284,10 +294,11 @@ def _add_own_step(undo: TableUndo, step: SnapshotChange) -> None:
 
 
 def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
-    """Return whether the rows after a later step are the same without the undone step.
+    """Return whether the later `step` replaced all rows of the undone `own_step`.
 
-    The recorded predicate of replaced rows may be wider than the rows that were replaced. So it must be the
-    same one, and the Dagster partitions must be the same or more.
+    This is so if `step` replaced the whole table, or if both replaced partitions of the same asset by the
+    same predicate and `step` wrote all Dagster partitions of `own_step`. The predicate alone proves nothing,
+    because it may be wider than the rows that were replaced.
     """
     if _replaces_whole_table(step):
         return True
@@ -305,7 +316,10 @@ def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
 
 
 def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
-    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot."""
+    """Adapt `undo` so that it can be made after a later step, which stays.
+
+    Raises DependencyFound if the later step depends on the undone publications.
+    """
     if step.mode is ChangeMode.COMPACT:
         step = _follow_compaction(undo, step, change)
     else:
@@ -334,18 +348,18 @@ def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) 
 
 
 def _replaces_whole_table(step: SnapshotChange) -> bool:
-    """Return whether the step left no row of the table, other than its own.
+    """Return whether the step replaced all rows of the table, by the write mode that it recorded.
 
-    Only the recorded write mode shows it: an update of all rows also removes all files.
+    The removed files do not show this: an update of all rows also removes all files.
     """
     return step.properties.get(LakeProperty.WRITE_MODE) == "replace_table"
 
 
 def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChange) -> SnapshotChange:
-    """Follow a compaction, and return the part of it that the undo does not follow.
+    """Adapt `undo` to a compaction, and return the step without the partitions for which this was possible.
 
-    If the compaction rewrote exactly files that the undo removes, the undo removes the new files instead. If
-    it joined them with others, it is reversed first, provided that the rows are provably the same.
+    If the compaction rewrote only files that the undo removes, the undo removes the compacted files instead.
+    If it joined them with other files, it is reversed first, provided that the rows are provably the same.
     """
     removal = SnapshotChange(0, ChangeMode.REWRITE, removed=(*undo.removed.values(), *undo.split_files))
     own_removal = replace(removal, removed=tuple(undo.removed.values()))
@@ -372,7 +386,10 @@ def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChang
 
 
 def _require_independent_deletes(table: str, undo: TableUndo, step: SnapshotChange) -> None:
-    """Require that rows which a later step moved by delete files do not come from the publication."""
+    """Raise DependencyFound if delete files of a later step concern rows of the publication.
+
+    These are rows that the undo restores, and rows of the publication of which the step wrote new versions.
+    """
     if not step.deletes:
         return
     hit_files = find_hit_files(step.deletes, list(undo.restored.values()))
@@ -385,7 +402,10 @@ def _require_independent_deletes(table: str, undo: TableUndo, step: SnapshotChan
 
 
 def _require_independent_rows(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
-    """Require that a later step would not have changed rows that the undo restores."""
+    """Raise DependencyFound if a later step might have changed the rows that the undo restores.
+
+    The step ran while these rows were missing, so it did not change them.
+    """
     restored_files = list(undo.restored.values())
     if not restored_files:
         return
@@ -405,7 +425,7 @@ def _require_independent_rows(table: str, undo: TableUndo, step: SnapshotChange,
 
 
 def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout) -> list[File]:
-    """Return the files that may have a row with a key of an upsert."""
+    """Return the files among `files` that may have a row with a key of the upsert `step`."""
     if not {*step.key_columns} <= {column.name for column in layout.columns}:
         return files  # a key column was renamed or dropped since
     if layout.partition_columns and layout.partition_columns <= {*step.key_columns}:
@@ -415,7 +435,11 @@ def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout
 
 
 def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
-    """Require that everything but columns and properties is as the publication found it."""
+    """Raise DependencyFound if the undo would have to change more than rows, columns and properties.
+
+    This is so if the publication changed the partition spec or other metadata of the table. It is also raised
+    for a table of format version 3.
+    """
     if change.after.format_version > _MAX_FORMAT_VERSION:
         reason = CodedReason(
             f"its format version is {change.after.format_version}; an undo writes version"
@@ -440,7 +464,10 @@ def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own:
 
 
 def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
-    """Take back changes of the columns, if no later publication has written or changed columns since."""
+    """Plan to restore the earlier columns in `undo`, if the undone publications changed the columns.
+
+    Raises DependencyFound if a later publication has added files or changed columns since.
+    """
     old_layout = own.old_layout
     if old_layout is None or old_layout.shape == own.new_layout.shape:
         return
@@ -456,10 +483,10 @@ def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChan
 def _require_own_positions(
     table: str, change: TableChange, own: OwnChange, current_properties: Mapping[str, str]
 ) -> None:
-    """Require that no later run started from positions or offsets that the undone publications recorded.
+    """Raise DependencyFound if a later run started from positions that the undone publications recorded.
 
-    These account for rows. If a later publication moved them, the rows of the undone one would be missing for
-    ever, unless they were replaced already.
+    The positions of a consumer and the offsets of an ingestion record which input was read. If a later
+    publication has moved them on, the input of the undone publication would never be read again.
     """
     moved_names = [
         name
@@ -482,7 +509,7 @@ def _require_own_positions(
 
 
 def recorded_run_ids(name: str, value: str | None) -> list[str]:
-    """Return the run that a consumer's position names; nothing for other properties."""
+    """Return a list with the id of the run that a consumer's position names; empty for other properties."""
     if value is None or not name.startswith(LakeProperty.CONSUMED):
         return []
     try:
@@ -494,7 +521,7 @@ def recorded_run_ids(name: str, value: str | None) -> list[str]:
 def _plan_properties(
     undo: TableUndo, own: OwnChange, current_properties: Mapping[str, str], keep_positions: bool
 ) -> None:
-    """Take back the properties that nobody has changed since."""
+    """Plan to restore the earlier values of properties in `undo`, except those changed again since."""
     removed_names = []
     for name, old_value in own.old_properties.items():
         is_kept = keep_positions and find_exclusive_property(name) is not None
@@ -511,9 +538,10 @@ def _plan_properties(
 def find_returning_deletes(
     undo: TableUndo, old_deletes: Sequence[DeleteFile], table: str
 ) -> Dependency | None:
-    """Return a dependency if restored files had rows that were deleted by delete files.
+    """Return a dependency if delete files had deleted rows of the restored files; else None.
 
-    A restored file gets a new sequence number, to which the old delete files do not apply.
+    `old_deletes` are the delete files before the undone publications. They do not apply to a restored file,
+    because it gets a new sequence number, so the deleted rows would come back.
     """
     hit_files = find_hit_files(old_deletes, list(undo.restored.values()))
     if not hit_files:

@@ -15,7 +15,7 @@ from branchlake_dagster.undo.summary import format_publications, format_undo, fo
 
 
 class UndoConfig(Config):
-    """Which publication to undo, and how."""
+    """The run configuration of the job: the publication to undo, and options."""
 
     publication: str = Field(description="Its run, or its commit on main, or the beginning of one of them.")
     with_followers: bool = Field(False, description="Also undo later publications that build on it.")
@@ -26,7 +26,7 @@ class UndoConfig(Config):
 
 
 def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinition:
-    """The job `undo_publication`: undoes a publication over all of its tables, by one commit on `main`.
+    """Build the job `undo_publication`, which undoes a publication in all of its tables by one commit.
 
     The launchpad asks for the publication. The results are metadata of the job's output. `lakehouse_key` is
     the resource key of the lake. `prefix` comes before the job's name.

@@ -18,11 +18,11 @@ from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.undo.table_state import find_missing_file
 
 _RESTORATION_TIME = timedelta(days=1)
-"""Longer than any restoration takes."""
+"""The lifetime of the tag that keeps the files meanwhile; it is longer than any restoration takes."""
 
 
 class TableNotDropped(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The table exists, or `main` never had it."""
+    """The table exists, or the log of `main` has no commit that dropped it."""
 
 
 class DroppedTableUnreadable(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -31,7 +31,10 @@ class DroppedTableUnreadable(BranchlakeError, Terminal):  # noqa: N818 - named l
 
 @dataclass(frozen=True)
 class RestoredTable:
-    """A table that came back by `commit`, as it was at `from_commit`, the last commit that had it."""
+    """A table that was restored by `commit`, as it was at `from_commit`, the last commit that had it.
+
+    Both are hashes of commits on `main`.
+    """
 
     commit: str
     from_commit: str
@@ -40,8 +43,8 @@ class RestoredTable:
 def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
     """Bring back a dropped table by one commit on `main`.
 
-    Reads the log of `main` back to the commit that dropped the table, and checks that all files of the table
-    exist, before the commit and again after it. A tag keeps them meanwhile. A collection of files that was
+    The table gets the state before the newest commit that dropped it. All files of its current snapshot are
+    checked before the commit and again after it. A tag keeps them meanwhile. A collection of files that was
     deleting them already may not have seen the tag: then the table is dropped again.
 
     Raises ValueError for a malformed name, TableNotDropped, DroppedTableUnreadable, and NessieConflict if
@@ -92,7 +95,7 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
 
 
 def _require_readable(lake: Lakehouse, key: ContentKey, content: IcebergTable) -> None:
-    """Require that all files of the table's current snapshot exist. Raises DroppedTableUnreadable."""
+    """Raise DroppedTableUnreadable if a file of the table's current snapshot does not exist."""
     try:
         error = find_missing_file(IcebergTableFormat(lake.catalog()).open(key, content).table)
     except (FileNotFoundError, StoredFileDamaged) as unreadable:
@@ -106,7 +109,10 @@ def _require_readable(lake: Lakehouse, key: ContentKey, content: IcebergTable) -
 
 
 def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> str | None:
-    """Return the commit before the one that dropped the table; None if there is none."""
+    """Return the hash of the commit before the newest commit that dropped the table.
+
+    Returns None if no commit in the history of `main_hash` dropped the table.
+    """
     for entry in client.log(f"@{main_hash}", fetch_operations=True):
         if any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
             return entry.commit.parent_hashes[0]
