@@ -90,7 +90,9 @@ class LakeReader:
         a deep namespace are one name: `a."b.c".t`. All tables are read at one commit. For `branch`, `run` and
         `at` see `find_state`.
 
-        Raises QueryFailed, TableNotThere, NoSuchState and MomentExpired.
+        Raises QueryFailed if DuckDB or PyIceberg refuses the query; TableNotThere; NoSuchState; MomentExpired
+        if the files were deleted for their age; and ConfigurationError for invalid arguments or if DuckDB is
+        not installed.
         """
         state = self.find_state(branch=branch, run=run, at=at)
         connection = _open_duckdb()
@@ -119,7 +121,8 @@ class LakeReader:
         """Load a table for PyIceberg (`.scan(…)`, `.to_polars()`, `.inspect`) at a fixed commit, read-only.
 
         `name` is dotted; put an element that contains dots in backticks. For `branch`, `run` and `at` see
-        `find_state`. Raises NoSuchTableError, and MomentExpired if the files were deleted for their age.
+        `find_state`. Raises NoSuchTableError, NoSuchState, and MomentExpired if the files were deleted for
+        their age.
         """
         state = self.find_state(branch=branch, run=run, at=at)
         return self._load_table(state, ContentKey.from_path(name))
@@ -144,7 +147,8 @@ class LakeReader:
     ) -> pl.LazyFrame:
         """Return a table as a lazy Polars frame, with the S3 keys and endpoint of the settings.
 
-        `name` is written as in `table`.
+        `name` is written as in `table`, and the errors are those of `table`. For `branch`, `run` and `at` see
+        `find_state`.
         """
         import polars
 
@@ -160,7 +164,10 @@ class LakeReader:
     def tables(
         self, *, branch: str | None = None, run: str | None = None, at: str | datetime | None = None
     ) -> list[str]:
-        """Return the names of all tables, written as in a query."""
+        """Return the sorted names of all tables at a state, as a query writes them.
+
+        For `branch`, `run` and `at` see `find_state`.
+        """
         keys = load_table_keys(self._lake.nessie, self.find_state(branch=branch, run=run, at=at))
         return [sql_name(key) for key in keys]
 
@@ -177,10 +184,11 @@ class LakeReader:
         """Find the commit that one of the arguments names; without arguments, the head of `main`.
 
         `branch` is a branch, a tag or `name@hash`. `run` is the id of a run, or its first six or more
-        characters; the run may be at work, kept, discarded or published. `at` is a time (UTC if it has no
-        zone) or a commit hash of `main`.
+        characters; the run may be active, kept, discarded or published. `at` is a time (UTC if it has no
+        zone) or a commit hash of `main`, of which the first eight characters suffice.
 
-        Raises NoSuchState, and ConfigurationError for more than one argument or an invalid one.
+        Raises NoSuchState if the lake does not have the state, and ConfigurationError for more than one
+        argument or an invalid argument.
         """
         return LakeState.find(self._lake.nessie, branch=branch, run=run, at=at)
 
@@ -237,7 +245,8 @@ class LakeReader:
 class QueryResult:
     """The result of a query, which can be read in several formats. Each read runs the query.
 
-    `state` is the commit that the query reads.
+    `state` is the state of the lake that the query reads. Errors while rows are read are raised as
+    QueryFailed.
     """
 
     def __init__(self, relation: DuckDBPyRelation, connection: DuckDBPyConnection, state: LakeState) -> None:
@@ -257,7 +266,7 @@ class QueryResult:
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """The columns' names and DuckDB types."""
+        """The columns of the result, as (name, DuckDB type) pairs."""
         return list(zip(self._relation.columns, map(str, self._relation.types), strict=True))
 
     def relation(self) -> DuckDBPyRelation:
@@ -296,7 +305,7 @@ class QueryResult:
 
 
 def is_number_type(type_name: str) -> bool:
-    """Return whether a DuckDB type holds numbers or truth values."""
+    """Return whether the DuckDB type with this name is a type of numbers or BOOLEAN."""
     return _NUMBER.fullmatch(type_name) is not None
 
 
@@ -323,7 +332,10 @@ def _run_duckdb(call: Callable[[], T]) -> T:
 
 
 def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
-    """Return the rows in batches; errors while they are read are QueryFailed too."""
+    """Return the rows as a stream of batches with `rows` rows each.
+
+    Raises QueryFailed, also while the stream is read.
+    """
     import pyarrow as pa
 
     reader = _run_duckdb(lambda: relation.to_arrow_reader(rows))
@@ -338,7 +350,11 @@ def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchRead
 
 
 def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> None:
-    """Create a DuckDB view for each path: its first level is a database, its second a schema (or `main`)."""
+    """Create a DuckDB view for each table, under the path by which the query names it.
+
+    The first level of a path becomes a database. Of three levels the second becomes a schema; otherwise the
+    schema is `main`. Raises QueryFailed for more than three levels and for names that DuckDB reserves.
+    """
     for number, (path, table) in enumerate(tables.items()):
         if len(path) > 3:
             raise QueryFailed(

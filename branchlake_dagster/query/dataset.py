@@ -1,4 +1,4 @@
-"""An Iceberg table as a PyArrow dataset for DuckDB, which reads only the needed columns and files.
+"""Provides an Iceberg table as a PyArrow dataset for DuckDB, which reads only the needed columns and files.
 
 DuckDB passes the columns and the filter of a query to any `pyarrow.dataset.Dataset`. PyIceberg reads the
 files, because it handles row-level deletes, renamed columns and promoted types.
@@ -41,14 +41,19 @@ if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask
 
 _BOUNDED = (IntegerType, LongType, DateType, DecimalType, StringType, TimestampType, TimestamptzType)
-"""The types whose bounds are used. Not floats: their bounds leave out NaN, which DuckDB sorts above all
-numbers."""
+"""The types of the columns whose bounds are used to skip files.
+
+Floats are not among them: their bounds leave out NaN, which DuckDB sorts above all numbers.
+"""
 
 
 def select_tasks(
     tasks: Sequence[FileScanTask], metadata: TableMetadata, arrow_schema: pa.Schema, condition: ds.Expression
 ) -> list[FileScanTask]:
-    """Return the tasks whose file may hold a row for which `condition` is true."""
+    """Return the tasks whose file may contain a row for which `condition` is true. Opens no data file.
+
+    `arrow_schema` are the table's columns as Arrow types.
+    """
     specs = metadata.specs()
     fields = [
         (field, schema_to_pyarrow(Schema(field)).types[0])
@@ -71,7 +76,10 @@ def select_tasks(
 def _build_guarantee(
     file: DataFile, spec: PartitionSpec, fields: Iterable[tuple[NestedField, pa.DataType]]
 ) -> ds.Expression:
-    """Return an expression that is true for every row of the file."""
+    """Return an expression that is true for every row of the file, by its bounds and null counts.
+
+    `fields` are the columns to use, with their Arrow types.
+    """
     guarantee = pa.compute.scalar(True)
     for field, arrow_type in fields:
         file_facts, column = column_facts(file, field, spec), ds.field(field.name)
@@ -95,7 +103,7 @@ def _to_scalar(value: Any, arrow_type: pa.DataType) -> pa.Scalar:
 
 
 _GROUP_BYTES = 64 << 20
-"""Small files up to this total size are read together. A larger file is read alone, to bound the memory."""
+"""Files up to this total size in bytes are read together. A larger file is read alone to limit memory."""
 
 
 class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
@@ -118,12 +126,18 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         filter: ds.Expression | None = None,  # noqa: A002
         **_: Any,
     ) -> IcebergScanner:
-        """Return a scanner of `columns` for the rows for which `filter` is true."""
+        """Return a scanner of `columns` for the rows for which `filter` is true.
+
+        With None, all columns or all rows are returned.
+        """
         column_names = list(self.schema.names if columns is None else columns)
         return IcebergScanner(self, column_names, filter)
 
     def read(self, column_names: Sequence[str], condition: ds.Expression | None) -> pa.RecordBatchReader:
-        """Return exactly the rows for which the condition is true, reading a few files at a time."""
+        """Return a stream of exactly the rows for which the condition is true, reading a few files at a time.
+
+        With None as condition, all rows are returned. Raises QueryFailed if PyIceberg cannot read the table.
+        """
         tasks = self.plan_files()
         if condition is not None:
             tasks = select_tasks(tasks, self._table.metadata, self.schema, condition)
@@ -163,7 +177,10 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
                 yield from rows.select(list(column_names)).to_batches()
 
     def plan_files(self) -> list[FileScanTask]:
-        """Return the files of the snapshot with their deletes, from the manifests. Raises QueryFailed."""
+        """Return the data files of the snapshot with their delete files, from the manifests; cached.
+
+        Raises QueryFailed if PyIceberg cannot read the table, for example because of equality deletes.
+        """
         if self._tasks is None:
             try:
                 self._tasks = list(self._table.scan().plan_files())
@@ -188,7 +205,7 @@ class IcebergScanner:
         self._condition = condition
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """Return the rows as a stream."""
+        """Return the rows for which the condition is true, as a stream. Files are read when it is read."""
         return self._dataset.read(self._columns, self._condition)
 
 

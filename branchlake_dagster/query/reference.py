@@ -38,7 +38,7 @@ class TableNotThere(QueryFailed):
 
 
 class NoSuchState(BranchlakeError, Terminal):
-    """The lake does not have a branch, run or time of that name."""
+    """The lake does not have the branch, tag, run, time or commit that a query asks for."""
 
 
 class MomentExpired(NoSuchState):
@@ -60,7 +60,10 @@ _LIST_HINT = "`branchlake status` lists branches, discarded runs and publication
 
 @dataclass(frozen=True)
 class LakeState:
-    """A fixed state of the lake: `ref` is `name@hash`, and `label` describes it in messages."""
+    """A fixed state of the lake.
+
+    `ref` is `name@hash`, where `name` is a branch or tag. `label` describes the state in messages.
+    """
 
     ref: str
     label: str
@@ -76,10 +79,13 @@ class LakeState:
     ) -> LakeState:
         """Find the state that one of the arguments names; without arguments, `main`.
 
-        `branch` is a branch, a tag or `name@hash`. `run` is a run's id, or its first six or more characters.
-        `at` is a time (UTC if it has no zone), or a commit hash of `main` of eight or more characters.
+        `branch` is a branch, a tag or `name@hash`, of which the existence is not checked. `run` is a run's
+        id, or its first six or more characters: its branch, else its discarded branch, else `main` as its
+        publication left it. `at` is a time (UTC if it has no zone), or the first eight or more characters of
+        a commit hash of `main`.
 
-        Raises NoSuchState, and ConfigurationError for more than one argument or an invalid one.
+        Raises NoSuchState if there is no such state, and ConfigurationError for more than one argument or an
+        invalid argument.
         """
         if sum(value is not None for value in (branch, run, at)) > 1:
             raise ConfigurationError("Give only one of branch, run and at.", reason="several_states")
@@ -111,7 +117,11 @@ def _find_by_branch(client: NessieClient, name: str) -> LakeState:
 
 
 def _find_by_run(client: NessieClient, run: str) -> LakeState:
-    """Find the run's branch; else its discarded branch; else `main` as its publication left it."""
+    """Return the state of the run's branch; else of its discarded branch; else of its commit on `main`.
+
+    `run` is the beginning of a run's id. Raises NoSuchState if the run left none of these, and
+    ConfigurationError if `run` is not the beginning of an id or several runs match.
+    """
     prefix = run.strip().lower()
     if not _RUN_ID.fullmatch(prefix):
         raise ConfigurationError(
@@ -185,7 +195,10 @@ def _find_by_time_or_hash(client: NessieClient, at: str) -> LakeState:
 
 
 def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
-    """Find the newest commit of `main` at that time. A time without a zone is UTC, not local time."""
+    """Return the state of `main` at a time: its newest commit that is not younger than `moment`.
+
+    A time without a zone is UTC, not local time. Raises NoSuchState if the first commit is younger.
+    """
     utc = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     formatted_time = utc.isoformat().replace("+00:00", "Z")
     # Nessie counts nanoseconds. Python cuts a commit's time to microseconds, a little before that commit.
@@ -233,9 +246,9 @@ def _no_such_commit(commit_hash: str) -> NoSuchState:
 def find_expiry(
     client: NessieClient, state: LakeState, horizon: timedelta, now: datetime
 ) -> MomentExpired | None:
-    """Return the error for a state whose files are missing, if it is older than the history horizon.
+    """Return the error to raise for a state whose files are missing, if its commit is older than `horizon`.
 
-    None if the state must still be readable. Costs one request.
+    Returns None if the commit is younger, because then its files should exist. Costs one request to Nessie.
     """
     entry = next(iter(client.log(state.ref, limit=1)), None)
     commit_time = entry.commit.commit_time if entry is not None else None
@@ -264,9 +277,9 @@ _DUCKDB_SCHEMAS = ("information_schema", "pg_catalog", "system", "temp")
 
 
 def find_table_paths(connection: DuckDBPyConnection, sql: str) -> list[TablePath]:
-    """Return the table names in `sql`, each once. A name without a namespace may be a CTE or a file.
+    """Return the table names in `sql`, each once and in order. A name of one level may be a CTE or a file.
 
-    Raises QueryFailed if `sql` is not exactly one query.
+    Raises QueryFailed if `sql` has a syntax error or is not exactly one query.
     """
     if _SHOW.match(sql):
         raise QueryFailed(
@@ -314,7 +327,11 @@ def _iter_base_tables(node: object) -> Iterator[dict[str, Any]]:
 def resolve_tables(
     client: NessieClient, state: LakeState, paths: Sequence[TablePath]
 ) -> dict[TablePath, ContentKey]:
-    """Return the key of each path; paths in DuckDB's own schemas are left out. Raises TableNotThere."""
+    """Return the content key of the table that each path names, at that state of the lake.
+
+    A path may differ from the key in case. Paths in DuckDB's own schemas are left out. Raises TableNotThere
+    if a path matches no table, or several.
+    """
     exact_contents = client.contents(state.ref, map(ContentKey, paths)) if paths else {}
     existing_tables = {key for key, content in exact_contents.items() if isinstance(content, IcebergTable)}
     key_by_path = {path: ContentKey(path) for path in paths if ContentKey(path) in existing_tables}
