@@ -24,12 +24,15 @@ def branchlake_server() -> Iterator[ThrowawayServer]:
 
 @pytest.fixture
 def lake_settings() -> Mapping[str, Any]:
-    """Settings of the lake. Override this fixture to change them: `return {"require_checks": False}`."""
+    """The settings of `lake`, by field of `Settings`. Override the fixture to change them.
+
+    For example: `return {"require_checks": False}`.
+    """
     return {}
 
 
 @pytest.fixture
 def lake(branchlake_server: ThrowawayServer, lake_settings: Mapping[str, Any]) -> Iterator[ThrowawayLake]:
-    """An empty lake with its own Dagster instance."""
+    """An empty lake for one test, with its own Dagster instance and the settings of `lake_settings`."""
     with branchlake_server.lake(**lake_settings) as throwaway:
         yield throwaway

@@ -245,6 +245,9 @@ class ThrowawayLake:
 
         Returns:
             polars.DataFrame: All columns, in the order of the table.
+
+        Raises:
+            TableMissing: As for `table`.
         """
         return pl.DataFrame(self.table(name, of=of))
 
@@ -256,13 +259,19 @@ class ThrowawayLake:
 
         Returns:
             list[str]: The sorted names.
+
+        Raises:
+            TableMissing: The run has no branch, because it was published or wrote no table.
         """
         ref = MAIN if of is None else self._find_run_ref(of)
         entries = self.lakehouse.nessie.entries(ref, fetch_content=True)
         return sorted(entry.key.name for entry in entries if isinstance(entry.content, IcebergTable))
 
     def references(self) -> list[str]:
-        """List the names of all branches and tags except `main`, sorted. Runs create them."""
+        """Return the sorted names of all branches and tags of the lake, except `main`.
+
+        For example, `run-{id}` is the branch of a run, and `discarded-{id}` the tag of its discarded branch.
+        """
         return sorted(ref.name for ref in self.lakehouse.nessie.references() if ref.name != MAIN)
 
     def _find_run_ref(self, run: RunLike) -> str:

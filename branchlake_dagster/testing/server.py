@@ -41,11 +41,11 @@ def settings_in_environment(state_dir: str, fields: Mapping[str, Any]) -> Iterat
     """Set the environment variables of this process so that all code in it uses the same settings.
 
     Removes the other `BRANCHLAKE_…` variables of settings, except those that depend on the machine. All
-    variables are restored at the end.
+    variables are restored at the end. Yields the settings.
 
     Args:
-        state_dir: The state folder.
-        fields: Other fields of `Settings`.
+        state_dir: The state folder of the lake.
+        fields: Further fields of `Settings`, by name.
 
     Raises:
         ConfigurationError: A field would identify another lake.
@@ -202,7 +202,10 @@ def throwaway_lake(**settings: Any) -> Iterator[ThrowawayLake]:
 
 
 def _reset_nessie(client: NessieClient) -> None:
-    """Delete all branches, tags and tables. Keep the history of `main`, which this process has cached."""
+    """Delete all branches, tags and tables by commits on `main`, whose history stays.
+
+    Caches of this process may contain that history.
+    """
     for ref in list(client.references()):
         if ref.name == MAIN:
             continue
@@ -215,7 +218,7 @@ def _reset_nessie(client: NessieClient) -> None:
 
 
 def _copy_jar_listing(source_dir: Path, state_dir: Path) -> None:
-    """Copy the paths of the jars from another state folder, if it has them, so that Ivy need not run."""
+    """Copy the list of Spark's jars from another state folder, if it exists, so that Ivy need not run."""
     if (source_dir / _JAR_LISTING).is_file():
         (state_dir / _JAR_LISTING).parent.mkdir(parents=True)
         shutil.copy(source_dir / _JAR_LISTING, state_dir / _JAR_LISTING)
