@@ -90,7 +90,7 @@ def count_read_tasks(lake: Lakehouse) -> int:
 
 
 def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
-    """Build one multi-asset of the tables of an ingestion and its dead letters.
+    """Build one multi-asset with the tables of an ingestion, its dead letters and its kept records.
 
     `live` states whether the ingestion also has a live run. The ingestion is added to `ingests_by_name`.
     """
@@ -225,7 +225,11 @@ def _yield_declared_results(
 
 
 def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
-    """Yield the asset specifications of the declared tables and the dead letters, with the topics as deps."""
+    """Yield the asset specifications of the tables, the dead letters and the kept records.
+
+    Families are left out. The topics are the upstream assets. `live` states whether the ingestion also has
+    a live run.
+    """
     filled_live = {AssetMetadata.LIVE_INGESTION: ingest.name} if live else {}
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
@@ -359,9 +363,9 @@ def _iter_changed_assets(
     lakehouse: LakehouseResource,
     is_changed: Callable[[int, bool], bool],
 ) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:
-    """Yield number, asset key and metadata of each changed table.
+    """Yield index, asset key and metadata of each changed table.
 
-    `is_changed` is called with the table's number and whether it is the table of dead letters.
+    `is_changed` is called with the table's index and whether it is the table of dead letters.
     """
     catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
     for number, (key, target) in enumerate(zip(ingest.all_assets, targets, strict=True)):

@@ -90,8 +90,8 @@ def commit_tables(
     """Atomic: commit the files and properties of all tables and drop `tables_to_drop`, or change nothing.
 
     A table without files gets only its properties. With `keep_snapshots`, a table that has a quarter more
-    snapshots than that number keeps only the newest `keep_snapshots` of them, and what open runs and
-    positions of consumers need.
+    snapshots than that number keeps only the newest `keep_snapshots` of them, and those that open runs and
+    consumers still need.
 
     Returns the branch after the commit. Raises EarlierAttemptLate if a property that this commit sets has
     changed on the branch since the table was loaded. Nessie's errors pass through. A commit that certainly
@@ -208,9 +208,9 @@ _STAGING_NAME = re.compile(r"(.+)__staged_[0-9a-f]{16}")
 
 
 def staging_columns(target: Target) -> dict[str, str]:
-    """Return the staging table's column name for each attribute of the record.
+    """Return the staging table's columns of record attributes: `{"op": "__op", "offset": "__offset", …}`.
 
-    None of the names is a column of the target table.
+    If the target table has a column of such a name, the name gets another underscore.
     """
     return {attribute: _unused_column_name(f"__{attribute}", target) for attribute in _STAGING_COLUMN_TYPES}
 
@@ -264,11 +264,12 @@ def list_staging_tables(client: NessieClient, ref: str, tables: Iterable[Identif
 def merge_staged_rows(
     session: SparkSession, target: Target, staging_identifier: Identifier, properties: Mapping[str, str]
 ) -> None:
-    """Merge the staged rows into the target: each replaces the row with the same keys.
+    """Merge the staged rows into the target: each replaces, or deletes, the row with the same keys.
 
-    If several records have the same keys, the last record wins. Within a partition the last record has the
-    greatest offset. Among partitions it has the latest time, then the greatest topic and partition. Deleting
-    a key that the table does not have changes nothing.
+    A staged row deletes if its record is a deletion or has no value. If several records have the same keys,
+    the last record wins. Within a partition the last record has the greatest offset. Among partitions it has
+    the latest time, then the greatest topic and partition. Deleting a key that the table does not have
+    changes nothing. `properties` are added to the summary of the snapshot.
     """
     assert target.declaration is not None  # noqa: S101 - dead letters are appended
     keys, attribute_columns, row_number_column = (
@@ -323,10 +324,10 @@ def remove_expired_records(
     now: datetime,
     tables: IcebergTableFormat,
 ) -> int:
-    """Remove the days of kept records that ended more than `keep_value_days` before `now`.
+    """Remove the kept records of days (UTC) that ended more than `keep_value_days` before `now`.
 
-    Returns the number of removed records. Commits on the branch, or does nothing if the table's property
-    shows that an earlier batch of the same day has done so.
+    Commits on the branch and returns the number of removed records. If the table's property shows that an
+    earlier batch of the same day has already removed them, changes nothing and returns 0.
     """
     first_day = (now.astimezone(UTC) - timedelta(days=ingest.keep_value_days)).date()
     property_name = LakeProperty.KEPT_SINCE_PREFIX + ingest.name

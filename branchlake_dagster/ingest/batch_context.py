@@ -52,9 +52,9 @@ from branchlake_dagster.stored_names import LakeProperty
 class IngestionTables:
     """The tables of an ingestion at one Nessie reference, by dotted name, in the order of `all_assets`.
 
-    `loaded_tables` maps a name to the table, or to None if the table does not exist yet. Declared tables and
-    the dead letters can be None. A table of a family that does not exist is left out, unless `create_missing`
-    was given; the next record that names it creates it again.
+    `loaded_tables` maps a name to the table, or to None if the table does not exist yet. Declared tables, the
+    dead letters and the kept records can be None. A table of a family that does not exist is left out, unless
+    `with_route_names` got `create_missing`; the next record that names it creates it again.
     """
 
     ingest: ExpandedIngest
@@ -115,7 +115,10 @@ class IngestionTables:
 
     @property
     def changed_properties(self) -> Mapping[str, str]:
-        """The property with all route names to set on the table of dead letters; empty if up to date."""
+        """The property to set on the table of dead letters: the JSON of all route names, by property name.
+
+        Empty if the table already has this value, or if the ingestion has no families.
+        """
         if not self.ingest.families:
             return {}
         key, route_names_json = (
@@ -168,7 +171,10 @@ def load_ingestion_tables(
     namespace: str,
     tables: IcebergTableFormat | None = None,
 ) -> IngestionTables:
-    """Load an ingestion's tables at the catalog's reference. `namespace` completes keys that lack one."""
+    """Load an ingestion's tables at the catalog's reference, including the known tables of its families.
+
+    `namespace` is the namespace of tables whose key has only one part.
+    """
     iceberg_tables = tables or IcebergTableFormat(catalog)
     expanded_ingest = expand_families(ingest, {})
     identifiers_by_name = table_identifiers(expanded_ingest, namespace)
@@ -192,10 +198,10 @@ def with_route_names(
     *,
     create_missing: bool = False,
 ) -> IngestionTables:
-    """Add the tables of these route names.
+    """Return `ingestion_tables` with the tables of these route names added.
 
-    With `create_missing` tables that do not exist are added too, for the batch to create; else they are left
-    out.
+    With `create_missing`, tables that do not exist are added too, as None, and the batch creates them.
+    Without it, they are left out.
     """
     expanded_ingest = expand_families(ingestion_tables.ingest, route_names)
     identifiers_by_name = table_identifiers(expanded_ingest, namespace)
@@ -289,10 +295,10 @@ def plan_next_batch(
     namespace: str,
     tables: IcebergTableFormat | None = None,
 ) -> PlannedBatch:
-    """Read the ingestion's progress at a reference and plan its next batch. Changes nothing.
+    """Read the ingestion's progress at the catalog's reference and plan its next batch. Changes nothing.
 
     Raises PositionLost, TopicChanged, AnotherIngestion, StartOffsetsMissing, StartOffsetsOutOfRange,
-    ConsumerGroupActive, KafkaUnavailable or KafkaRefused.
+    ConsumerGroupActive, and the errors of `topics`: KafkaUnavailable, KafkaRefused or LandingUnavailable.
     """
     ingestion_tables = load_ingestion_tables(ingest, client, catalog, namespace, tables)
     loaded_tables = ingestion_tables.loaded_tables
@@ -329,7 +335,10 @@ def plan_next_batch(
 
 
 class _TopicStarts:
-    """The start of topics that were never read. `notes` lists starts at committed or given offsets."""
+    """Finds the first offsets of topics that were never read, by the ingestion's `start`.
+
+    `notes` gets a sentence for each topic that starts at committed or given offsets.
+    """
 
     def __init__(self, ingest: Ingest, topics: Topics) -> None:
         self._ingest = ingest
@@ -338,7 +347,11 @@ class _TopicStarts:
         self.notes: list[str] = []
 
     def first_offsets(self, topic: Topic) -> Offsets:
-        """Return the first offset to read of each partition. Raises the errors of `plan_next_batch`."""
+        """Return the first offset to read of each partition.
+
+        Raises StartOffsetsMissing, StartOffsetsOutOfRange, ConsumerGroupActive, KafkaUnavailable or
+        KafkaRefused.
+        """
         start = self._ingest.start
         if isinstance(start, CommittedOffsets):
             origin = f"the committed offsets of consumer group {start.group}"
@@ -377,11 +390,12 @@ def with_new_route_names(
     namespace: str,
     tables: IcebergTableFormat,
 ) -> IngestionTables:
-    """Add the tables of route names that are new, up to `most_tables` of each family.
+    """Return `ingestion_tables` with the tables of new route names added, up to `most_tables` per family.
 
-    `incarnations` are Kafka's topic ids by topic name. Raises AnotherIngestion if another ingestion fills
-    such a table from the same topic. Raises PositionLost if such a table has offsets of this ingestion
-    although the table of dead letters does not list it.
+    `route_names` are the names that records have; names beyond that limit are ignored. `incarnations` are
+    Kafka's topic ids by topic name. Raises AnotherIngestion if another ingestion fills a new table from the
+    same topic. Raises PositionLost if a new table already has offsets of this ingestion, although the table
+    of dead letters does not list it.
     """
     ingest = ingestion_tables.ingest
     all_names: dict[str, list[str]] = {
@@ -416,8 +430,9 @@ def with_new_route_names(
 
 @dataclass(frozen=True)
 class BatchContext:
-    """The branch that a batch writes to, with its catalog and Spark sessions, and the run that writes.
+    """The branch that a batch writes to, with its catalog and Spark session, and the run that writes.
 
+    `session` is a function that returns the Spark session of the branch.
     `snapshot_properties` are added to the summary of each snapshot, `commit_properties` to each Nessie
     commit.
     """

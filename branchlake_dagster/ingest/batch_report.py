@@ -1,4 +1,4 @@
-"""Builds what an ingestion reports to Dagster: metadata and check results of batches, and observations.
+"""Builds the reports of an ingestion to Dagster: metadata and check results of batches, and observations.
 
 The observations belong to external assets for topics and receivers. They contain the lag and the oldest
 record. The functions for the reports of batches are pure.
@@ -42,7 +42,10 @@ TOLERATED_CHECK = "tolerated"
 
 
 def build_ingest_check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
-    """Return the check specifications of the ingestion's declared tables and dead letters."""
+    """Return the check specifications of the declared tables and of the dead letters.
+
+    Families have no check specification, because their tables have no asset definitions.
+    """
     scope = {AssetMetadata.CHECK_SCOPE: "rows"}
     blocks = "blocks the batch" if ingest.on_contract == "block" else "warns"
     tables = [
@@ -75,11 +78,12 @@ def iter_check_results(
     *,
     is_reprocessing: bool = False,
 ) -> Iterator[dg.AssetCheckResult]:
-    """Yield the check results of a batch from the counts of its pass.
+    """Yield the check results of a batch: one for each table, then that of the dead letters.
 
-    `declarations` are the tables to report, by dotted name.
-    With `is_reprocessing` the records are reprocessed dead letters, and the tolerance does not apply to those
-    that fail again. A broken contract blocks them as it blocks new records.
+    `counts` are those of the batch's `ScanResult`. `declarations` are the tables to report, by dotted name.
+    With `is_reprocessing` the records are reprocessed dead letters: the result of the dead letters always
+    passes, because `tolerance` does not apply to records that fail again. A broken contract blocks them as it
+    blocks new records.
     """
     broken_contracts = counts.get("dead/contract", 0) if ingest.on_contract == "block" else 0
     for name, table in declarations.items():
@@ -121,7 +125,10 @@ def iter_check_results(
 
 
 def to_check_evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
-    """Convert a check result to an event, for an asset without a definition or one that a plain op writes."""
+    """Convert a check result to an evaluation, which can be logged as an event.
+
+    This is needed for an asset without a definition, and for an asset that a plain op writes.
+    """
     assert result.asset_key is not None  # noqa: S101 - the result names its asset and check
     return dg.AssetCheckEvaluation(
         asset_key=result.asset_key,
@@ -154,7 +161,10 @@ def find_block_reason(result: BatchResult) -> str | None:
 
 
 def combine_results(results: Sequence[BatchResult]) -> BatchResult:
-    """Combine one or more consecutive batches: the last result, with the offsets, counts and notes of all."""
+    """Combine consecutive batches to one result: the last one, with ranges, counts, files and notes of all.
+
+    `results` must have at least one batch.
+    """
     last_result = results[-1]
     counts: Counter[str] = Counter()
     files: dict[int, list[DataFile]] = {}
@@ -213,7 +223,7 @@ def batch_metadata(result: BatchResult) -> dict[str, Any]:
 
 
 def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValue:
-    """Return the first and last offset that were read of each partition, as Dagster shows a table."""
+    """Return metadata with the first and last offset of each range: a table, or the text `none` if empty."""
     records = [
         dg.TableRecord(
             {"topic": one.topic, "partition": one.partition, "first": span.start, "last": span.end - 1}
@@ -241,12 +251,12 @@ def to_utc_datetime(ms: int) -> datetime:
 
 
 def receiver_key(monitor: str) -> dg.AssetKey:
-    """Return the asset key of the receiver process whose monitor is at `http://host:9464`."""
+    """Return the asset key of a receiver process: `receivers/host:9464` for the monitor `http://host:9464`."""
     return dg.AssetKey(["receivers", urlsplit(monitor).netloc or monitor])
 
 
 def receiver_spec(monitor: str) -> dg.AssetSpec:
-    """Build the asset of a receiver process."""
+    """Build the specification of the external asset of a receiver process."""
     return dg.AssetSpec(
         receiver_key(monitor),
         description=f"A process of receivers. Its monitor is at {monitor}.",
@@ -303,12 +313,15 @@ def _receiver_metadata(monitor: MonitorReport) -> dict[str, Any]:
 
 
 def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
-    """Return the asset key of a topic. Both Kafka's names and parts of Dagster's keys may contain dots."""
+    """Return the asset key of a topic: its source (`kafka` or `landing`), then its name.
+
+    The name is one part of the key even if it contains dots.
+    """
     return dg.AssetKey([ingest.source, topic])
 
 
 def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
-    """Build the external asset of a topic."""
+    """Build the specification of the external asset of a topic."""
     if ingest.source == "landing":
         description = f"The topic {topic} of the landing folder. A receiver writes its files."
         return dg.AssetSpec(
@@ -332,7 +345,8 @@ def build_observations(
 ) -> list[dg.AssetObservation]:
     """Build one observation for each topic of an ingestion, and one for each receiver of such a topic.
 
-    `monitors` are the reports of the receivers. Raises the errors of `topics`.
+    `monitors` are the reports of the receivers. A receiver that did not answer has an observation too,
+    because its topics are unknown. Raises the errors of `topics`.
     """
     counts, silent = sum_by_topic(monitors), [report.address for report in monitors if report.silent]
     topic_observations = []
@@ -355,7 +369,10 @@ def build_observations(
 def build_offline_observations(
     ingest: Ingest, monitors: Sequence[MonitorReport]
 ) -> list[dg.AssetObservation]:
-    """Build observations from the receivers' reports alone. Buffers fill up while brokers are unreachable."""
+    """Build observations from the receivers' reports alone, for the time while the brokers are unreachable.
+
+    A topic without any report is left out.
+    """
     counts, silent = sum_by_topic(monitors), [report.address for report in monitors if report.silent]
     metadata_by_topic = {name: _received_metadata(counts.get(name), silent) for name in sorted(ingest.topics)}
     topic_observations = [
@@ -367,7 +384,7 @@ def build_offline_observations(
 
 
 def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPartition, int]:
-    """Return the next offset of each partition that has records which the tables do not have yet."""
+    """Return the first offset that the tables do not have, for each partition with such records."""
     next_offsets = {
         partition: planned_batch.progress.position.get(partition, 0) for partition in topic.partitions()
     }

@@ -72,12 +72,15 @@ Identifier = tuple[str, ...]
 
 
 class TypesUnknown(IngestError, Terminal):  # noqa: N818
-    """A missing table has no declared columns; they must be inferred from records first."""
+    """A table that must be created has no declared columns, and no records to infer them from."""
 
 
 @dataclass
 class Target:
-    """A table that a batch writes to, as the batch's branch has it."""
+    """A table that a batch writes to, in its present state on the batch's branch.
+
+    `columns` are the columns that are filled from fields of records, without those of attributes.
+    """
 
     declaration: IngestTable | None
     """The declaration of the table; None for the dead letters and the kept records."""
@@ -106,12 +109,12 @@ class BatchTargets:
 
     @property
     def dead_letter_number(self) -> int:
-        """The number of the table of dead letters."""
+        """The index of the dead letters."""
         return len(self.tables)
 
     @property
     def kept_records_number(self) -> int | None:
-        """The number of the table of kept records; None if there is no such table."""
+        """The index of the kept records; None if there is no such table."""
         return None if self.kept_records is None else len(self.tables) + 1
 
     def __len__(self) -> int:
@@ -129,12 +132,12 @@ class BatchTargets:
 
     @property
     def declarations(self) -> dict[str, IngestTable]:
-        """The declarations of the tables by dotted name, without the dead letters."""
+        """The declarations of the tables by dotted name, without the dead letters and kept records."""
         return {target.name: target.declaration for target in self.tables if target.declaration is not None}
 
     @property
     def names(self) -> list[str]:
-        """The dotted names of the tables, in the order of their numbers."""
+        """The dotted names of all targets, in the order of their numbers."""
         return [target.name for target in self]
 
 
@@ -150,7 +153,7 @@ def load_tables(
     identifiers: Mapping[str, Identifier],
     tables: IcebergTableFormat,
 ) -> dict[str, Table | None]:
-    """Load tables at the catalog's reference; None for a table that does not exist.
+    """Load tables at the catalog's reference, by the same names; None for a table that does not exist.
 
     Nessie gets one request. `tables` caches the metadata files that it reads.
     """
@@ -173,10 +176,10 @@ def prepare_targets(
     identifiers: Mapping[str, Identifier],
     inferred_columns: Mapping[str, StructType],
 ) -> BatchTargets:
-    """Return the targets in the order of `identifiers`. Missing tables are created.
+    """Return the targets in the order of `identifiers`. Missing tables are created on the branch.
 
-    `inferred_columns` maps the name of a table to create to its columns. Raises TypesUnknown if the columns
-    of such a table must be inferred first, TableMissing if the ingestion must not create tables, and
+    `inferred_columns` maps the name of a table to create to its columns. Raises TypesUnknown if a table to
+    create is not in `inferred_columns`, TableMissing if the ingestion must not create tables, and
     ConfigurationError if a table has a file format that the workers cannot write.
     """
     targets = []
@@ -278,9 +281,10 @@ class EvolutionNeeds:
 
 
 def evolve_target(target: Target, needs: EvolutionNeeds, new_field_types: StructType) -> Target:
-    """Evolve the target's table as records need it. `new_field_types` are the types of the fields to add.
+    """Change the schema of the target's table as the records need it, and return the new target.
 
-    Returns the same target if the schema does not change.
+    `new_field_types` are the types of the fields to add. Returns the same target if the schema does not
+    change.
     """
     table, old_schema = target.table, target.table.schema()
     current_schema = table_arrow_schema(table.schema(), table_name=target.name)

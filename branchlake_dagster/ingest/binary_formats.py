@@ -36,6 +36,8 @@ _MAGIC = b"\x00"
 class Avro:
     """Reads Avro values that were written with one known schema, without a frame.
 
+    `schema` is the Avro schema as JSON. Raises ConfigurationError if it is not the schema of a record.
+
     Examples:
         .. code-block:: python
 
@@ -48,7 +50,7 @@ class Avro:
         avro_field_names(self.schema)
 
     def read(self, records: DataFrame) -> DataFrame:
-        """See `Format`."""
+        """Add `__avro`, the decoded record; null if the value is not Avro of the schema."""
         return _with_avro_column(records, "__avro", F.col(VALUE_COLUMN), self.schema)
 
     def convert_rows(
@@ -58,27 +60,30 @@ class Avro:
         columns: Sequence[RecordColumn],
         is_deletion: Expression | None = None,
     ) -> DataFrame:
-        """See `Format`."""
+        """Add the converted row, and the reason if there is none, as `Format.convert_rows` describes.
+
+        The reason has the kind `format` if the value is not Avro, or `conversion` if a cast failed.
+        """
         source, names = _select_row(F.col("__avro"), self.schema, is_deletion)
         unread = F.col("__avro").isNull(), build_reason("format", "The value is not Avro of the schema.")
         return convert_struct_rows(frame, row_column, source, names, columns, [unread])
 
     def field_text(self, field: str) -> Expression:
-        """See `Format`."""
+        """Return a field as text; null if the schema does not have it. Dots separate the names of a path."""
         return _field_text(F.col("__avro"), self.schema, field)
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """See `Format`."""
+        """Return None, because the format has a schema."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
-        """See `Format`."""
+        """Return the names of the fields of the schema, or with `has_envelope` of its field `after`."""
         return avro_field_names(self.schema, "after" if has_envelope else None)
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: returns None, because the format has a schema."""
+        """Return None, because the format has a schema."""
 
     def value_struct(self) -> Expression:
-        """See `Format`."""
+        """Return the decoded record, which is null for a value that is not Avro of the schema."""
         return F.col("__avro")
 
 
@@ -101,7 +106,10 @@ class RegistryAvro:
     get: Callable[[str], Any] = field(default=lambda url: _get_json(url), repr=False, compare=False)
 
     def load_schemas(self) -> Mapping[int, str]:
-        """Load the schemas of the subject by id. Raises KafkaUnavailable or ConfigurationError."""
+        """Load the schemas of all versions of the subject, as JSON by schema id.
+
+        Raises KafkaUnavailable if the registry does not answer, or ConfigurationError if it refuses.
+        """
         base = f"{self.url.rstrip('/')}/subjects/{self.subject}/versions"
         schemas = {}
         for version in self.get(base):
@@ -110,7 +118,11 @@ class RegistryAvro:
         return schemas
 
     def read(self, records: DataFrame) -> DataFrame:
-        """See `Format`."""
+        """Add `__schema`, the schema id of each value, and for each schema a column of decoded records.
+
+        The schema id is null for a value without the frame. Loads the schemas from the registry if this
+        object has not loaded them yet.
+        """
         value = F.col(VALUE_COLUMN)
         framed = F.octet_length(value).between(6, 1 << 30) & (F.substring(value, 1, 1) == F.lit(_MAGIC))
         schema_id_column = F.conv(F.hex(F.substring(value, 2, 4)), 16, 10).cast("bigint")
@@ -130,7 +142,7 @@ class RegistryAvro:
         return schemas
 
     def with_empty_cache(self) -> RegistryAvro:
-        """Return a copy that loads the schemas again."""
+        """Return a copy of the format that loads the schemas again when they are needed."""
         return RegistryAvro(self.url, self.subject, self.get)
 
     def convert_rows(
@@ -140,7 +152,11 @@ class RegistryAvro:
         columns: Sequence[RecordColumn],
         is_deletion: Expression | None = None,
     ) -> DataFrame:
-        """See `Format`."""
+        """Add the converted row, and the reason if there is none, as `Format.convert_rows` describes.
+
+        The reason has the kind `format` without a valid frame or value, `schema` for an unknown schema id, or
+        `conversion` if a cast failed.
+        """
         schemas = self._schemas_by_id()
         for schema_id, schema in schemas.items():
             source, names = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
@@ -171,7 +187,10 @@ class RegistryAvro:
         return result.drop(*(f"{row_column}_{one}{end}" for one in schemas for end in ("", REASON_SUFFIX)))
 
     def field_text(self, field: str) -> Expression:
-        """See `Format`."""
+        """Return a field as text; null if the record's schema does not have it.
+
+        Dots separate the names of a path.
+        """
         field_texts = [
             _field_text(F.col(f"__avro_{one}"), schema, field)
             for one, schema in self._schemas_by_id().items()
@@ -179,23 +198,26 @@ class RegistryAvro:
         return F.coalesce(*field_texts, F.lit(None).cast("string"))
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """See `Format`."""
+        """Return None, because the format has schemas."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
-        """See `Format`: returns the fields of the newest schema."""
+        """Return the names of the fields of the newest schema, that with the greatest id.
+
+        With `has_envelope` these are the fields of its field `after`. Returns [] without any schema.
+        """
         schemas = self._schemas_by_id()
         return avro_field_names(schemas[max(schemas)], "after" if has_envelope else None) if schemas else []
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: returns None, because the format has schemas."""
+        """Return None, because the format has schemas."""
 
     def value_struct(self) -> Expression:
-        """See `Format`: the struct has the newest schema."""
+        """Return the decoded record, for records of the newest schema; null for all others."""
         return F.col(f"__avro_{max(self._schemas_by_id())}")
 
 
 def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
-    """Return the field names of a record schema, or of the record in its field `record_field`.
+    """Return the field names of a record schema in JSON, or of the record in its field `record_field`.
 
     Raises ConfigurationError if the schema is not a record in JSON, or does not have that field.
     """

@@ -1,4 +1,7 @@
-"""The declaration of an ingestion by the user, and the tables of families, which records name."""
+"""The classes with which users declare an ingestion, and the expansion of table families.
+
+A family is a declaration with `{route}` in its key. It stands for one table per route of the records.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,9 @@ class IngestTable:
             `attributes` and the record's `key` is one of them, a record without a value deletes the row.
         required (Sequence[str]): Columns that must have a value, in addition to the keys. A record without
             one of them is a dead letter.
-        attributes (Mapping[str, str]): Columns that are filled from the record itself: `topic`, `partition`,
-            `offset`, `timestamp`, `key`, or `digest`, the SHA-256 digest of its value in hexadecimal.
+        attributes (Mapping[str, str]): Columns that are not filled from the record's value, each with its
+            source: `topic`, `partition`, `offset`, `timestamp` or `key` of the record, or `digest`, the
+            SHA-256 digest of its value in hexadecimal. Example: `{"record_offset": "offset"}`.
         contract (Optional[type[DataFrameModel]]): The contract of each row, as for `pandera_checks`.
         layout (Sequence[str]): Partition transforms of a table that is created, as in `table_metadata`.
         properties (Mapping[str, str]): Iceberg table properties of a table that is created.
@@ -99,7 +103,10 @@ class IngestTable:
 
     @property
     def keyed_by_record(self) -> bool:
-        """Whether the Kafka key of a record identifies its row, alone or with other attributes."""
+        """Whether `keys` has only columns of `attributes`, among them the Kafka key of the record.
+
+        Then a record without a value still identifies a row, which it deletes. Always False for `append`.
+        """
         attributes = [self.attributes.get(one) for one in self.keys]
         return self.mode != "append" and "key" in attributes and None not in attributes
 
@@ -185,8 +192,9 @@ class Ingest:
             (default: `topic`)
         envelope (Optional[Literal["debezium"]]): The envelope around the row. (default: none)
         operation (Optional[str]): The field with a record's operation, for tables of mode `changes`. Its
-            value is `insert`, `update` or `delete`, or the first letter of one.
-        source (Literal["kafka", "landing"]): The place of the topics: the brokers of the settings, or the
+            value is `insert` (also `create` or `read`), `update` (also `upsert`) or `delete`, or the first
+            letter of one (`u` is `update`), in upper or lower case.
+        source (Literal["kafka", "landing"]): Where the topics are: on the brokers of the settings, or in the
             landing folder of the settings, which Spark's workers must be able to read. (default: `kafka`)
         start (Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets): The start of a
             topic that was never read: its first offset, its end, the first record since a time, the committed
@@ -216,9 +224,10 @@ class Ingest:
             record for one more table is a dead letter.
         most_columns (int): Maximum number of columns to which records may extend a table. Further fields are
             left out, and the batch has a note.
-        keep_snapshots (int): Number of snapshots that a live run keeps of a table, once it has a quarter
-            more: every commit rewrites the metadata, which would grow with each batch. Data files stay. So do
-            snapshots since a consumer's position, for one day and up to four times this number.
+        keep_snapshots (int): Number of snapshots of a table that a live run keeps. It removes older ones when
+            the table has a quarter more: every commit rewrites the metadata, which would grow with each
+            batch. Data files are not removed. Snapshots since a consumer's position are kept longer, for one
+            day and up to four times this number.
         evolve (Sequence[Literal["add", "widen", "relax"]]): How a table may change for records that do not
             fit. `add`: fields without a column become columns; fields of JSON objects with their first value,
             fields of a schema (Avro, Protobuf, decoded values) at once. `widen`: for numbers that are too
@@ -335,7 +344,7 @@ class Ingest:
 
     @property
     def dead_letters_asset(self) -> AssetKey:
-        """The asset key of the dead letters."""
+        """The asset key of the dead letters: `dead_letters`, or `<name>_dead_letters` by default."""
         if self.dead_letters is not None:
             return to_asset_key(self.dead_letters)
         namespace = list(self.tables[0].asset.path[:-1])
@@ -350,7 +359,10 @@ class Ingest:
 
     @property
     def all_assets(self) -> list[AssetKey]:
-        """The asset keys of the tables, then of the dead letters, then of the kept records, if any."""
+        """The asset keys of the tables, then of the dead letters, then of the kept records, if any.
+
+        A family that was not expanded has one key, with `{route}` in it.
+        """
         assets = [*(table.asset for table in self.tables), self.dead_letters_asset]
         return assets if self.kept_records_asset is None else [*assets, self.kept_records_asset]
 
@@ -361,12 +373,12 @@ class Ingest:
 
     @property
     def change_rules(self) -> TopicRules:
-        """The rules for topics that were changed, as planning needs them."""
+        """The options `on_recreated`, `on_reset` and `on_lost`, as `plan_batch` needs them."""
         return TopicRules(self.on_recreated, self.on_reset, self.on_lost)
 
     @property
     def operations(self) -> Mapping[str, RecordOperation]:
-        """The operation for each value of the operation field, in lower case."""
+        """The operation for each known value of the operation field. The values are in lower case."""
         return _DEBEZIUM if self.envelope == "debezium" else _OPERATION_WORDS
 
 
@@ -389,7 +401,10 @@ RouteNames = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTable(IngestTable):
-    """A table of a family. `name` is the route name, `family` the family's key with `{route}`."""
+    """A table of a family. `name` is its route name, and `family` is the key of the family as text.
+
+    For example, `orders` and `raw/{route}` belong to the table with the key `raw/orders`.
+    """
 
     name: str
     family: str
@@ -397,7 +412,10 @@ class FamilyTable(IngestTable):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedIngest(Ingest):
-    """An ingestion in which known tables replace their families; `families` holds the families by key."""
+    """An ingestion whose `tables` have a `FamilyTable` for each known route name instead of the families.
+
+    `families` has the replaced declarations, by their key as text (`raw/{route}`).
+    """
 
     families: Mapping[str, IngestTable] = field(default_factory=dict)
 
@@ -406,14 +424,15 @@ class ExpandedIngest(Ingest):
 
     @property
     def family_tables(self) -> list[FamilyTable]:
-        """The tables that belong to families: one for each route that records have named."""
+        """The tables that belong to families: one for each known route name."""
         return [one for one in self.tables if isinstance(one, FamilyTable)]
 
 
 def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
     """Replace the families of an ingestion by a table for each route name, after the declared tables.
 
-    A route name is skipped if its table is a declared table or the dead letters.
+    A route name is skipped if its table would be a declared table, the dead letters, the kept records, or
+    already the table of another family.
     """
     if isinstance(ingest, ExpandedIngest):
         families, fixed_tables = (
@@ -443,7 +462,7 @@ def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
 
 
 def collect_route_names(tables: Iterable[FamilyTable]) -> dict[str, list[str]]:
-    """Return the route names of tables, by family."""
+    """Return the route names of the tables, by the key of their family (`raw/{route}`)."""
     route_names: dict[str, list[str]] = {}
     for table in tables:
         route_names.setdefault(table.family, []).append(table.name)

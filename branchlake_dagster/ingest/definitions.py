@@ -87,10 +87,10 @@ def live_sensor(
     interval_s: int = 5,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
-    """Build a sensor that starts a live run whenever none is active.
+    """Build a sensor that starts a live run whenever no run of the ingestion is active.
 
-    If runs fail one after the other, it waits longer after each. Each minute it also reports the state of the
-    topics on their assets.
+    If runs fail one after the other, the sensor waits longer after each. Each minute it also reports the
+    state of the topics on their assets.
     """
     job_name = f"ingest_{ingest.name}_live"
 
@@ -153,7 +153,11 @@ def run_batches(
     run_s: float,
     interval_s: float,
 ) -> None:
-    """Ingest batch after batch until the time is over. Reports the published batches even if interrupted."""
+    """Ingest batch after batch for `run_s` seconds, at least `interval_s` seconds from start to start.
+
+    After an error that may pass, tries again with growing pauses, up to 10 times in a row. Raises other
+    errors. The published batches are reported even if the run is interrupted.
+    """
     end_time, failures = time.monotonic() + run_s, 0
     with _BatchReporter(context, ingest, topics) as reporter:
         while (start_time := time.monotonic()) < end_time:

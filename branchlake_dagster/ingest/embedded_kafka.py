@@ -60,7 +60,10 @@ class BrokerLogin:
         return self._stored_password() is not None
 
     def create_password(self) -> str:
-        """Return the existing password or create one, and write the file for Kafka's console tools."""
+        """Return the stored password, or create and store one.
+
+        Also writes the client options for Kafka's console tools.
+        """
         password = self._stored_password() or secrets.token_urlsafe(24)
         write_secret(self._password_path, password)
         login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}";'
@@ -134,8 +137,8 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
 class EmbeddedKafka:
     """The broker of one state folder. Several processes may use it at the same time.
 
-    `extra_properties` are further properties of the broker. Further listeners are appended to our own, which
-    require the password.
+    `extra_properties` are further properties of the broker. Further listeners are appended to branchlake's
+    own listeners, which require the password. `say` is called with lines about the progress of the start.
     """
 
     def __init__(
@@ -277,7 +280,7 @@ def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
 
 
 def configured_cluster(settings: Settings) -> KafkaCluster:
-    """Return the cluster of the settings, or the embedded broker if it runs.
+    """Return the Kafka cluster of the settings. If they name none, return the running embedded broker.
 
     Raises ConfigurationError if there is neither.
     """
@@ -295,8 +298,9 @@ def configured_cluster(settings: Settings) -> KafkaCluster:
 def cluster_at_address(settings: Settings, bootstrap: str) -> KafkaCluster:
     """Return the cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
 
-    If the settings name no security and the address is that of the embedded broker, its own login is used, so
-    callers need not know its password. Raises ConfigurationError.
+    If the settings name no security and the address is that of the running embedded broker, the login of
+    that broker is used, so callers need not know its password. Raises ConfigurationError if the settings
+    contradict each other.
     """
     if settings.kafka_security == "PLAINTEXT":
         embedded = EmbeddedKafka(settings).running_cluster()

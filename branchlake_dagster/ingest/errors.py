@@ -10,7 +10,7 @@ class IngestError(BranchlakeError):
 
 
 class KafkaUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """The brokers did not answer. Nothing was read or written."""
+    """The Kafka brokers or the schema registry did not answer in time. A later attempt may succeed."""
 
 
 class KafkaRefused(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -70,9 +70,10 @@ class TopicReplaced(IngestError, Transient):  # noqa: N818 - named like the othe
 
 
 class EarlierAttemptLate(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """A commit of an earlier attempt of the step arrived late, so its records would be duplicated.
+    """An earlier attempt of the step committed its records after this attempt had begun.
 
-    The next attempt undoes that commit and starts again.
+    If this attempt committed too, the records would be in the tables twice. So it commits nothing. The next
+    attempt undoes the late commit and starts again.
     """
 
 
@@ -96,7 +97,7 @@ class RowsNotIdentified(IngestError, ConfigurationError):  # noqa: N818 - named 
 
 
 class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The share of a batch's records that cannot be converted is above the ingestion's tolerance."""
+    """The share of dead letters among a batch's records is above the ingestion's `tolerance`."""
 
 
 class Superseded(IngestError, Terminal):  # noqa: N818 - named like the other outcomes

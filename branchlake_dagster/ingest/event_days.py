@@ -1,4 +1,4 @@
-"""Reports which days of event time batches have changed, as partitions of an asset beside each table.
+"""Reports which days of event time batches have changed, as partitions of a second asset for each table.
 
 An ingested table has no Dagster partitions: a batch has records of any days, and which ones is known only
 after it was read. So a table with `days_from` has a second asset, `<key>/days`, with a partition for each
@@ -33,11 +33,13 @@ from branchlake_dagster.tables.specification import format_table_name, table_ide
 from branchlake_dagster.wording import format_count
 
 MAX_EVENTS = 100
-"""The largest number of days that a tick reports. Others are reported by the next ticks."""
+"""The largest number of days that one tick of the sensor reports. Others are reported by the next ticks."""
 MAX_LISTED_DAYS = 31
 """The largest number of days that the metadata of a batch lists."""
 _FUTURE_DAYS = 31
-"""Days after the present one that wait until they are partitions: clocks run ahead, and plans name them."""
+"""Number of days after the present day that wait until they are partitions.
+
+Such days occur because clocks run ahead, and because some records are about planned events."""
 _EPOCH = date(1970, 1, 1)
 
 
@@ -67,7 +69,7 @@ def days_spec(ingest: Ingest, table: IngestTable) -> dg.AssetSpec:
 
 @dataclass
 class DayCounts:
-    """The rows of files by day. `outside` is the number of rows of unknown days or of days out of range."""
+    """The number of rows by day. `outside` is the number of rows in files without a valid day."""
 
     rows: Counter[date] = field(default_factory=Counter)
     outside: int = 0
@@ -76,9 +78,10 @@ class DayCounts:
 def count_rows_by_day(
     files: Iterable[DataFile], metadata: TableMetadata, *, spec_id: int | None = None
 ) -> DayCounts:
-    """Count rows by the day of the first day or hour in the files' partitions. Reads nothing.
+    """Count the rows of files by day, as their partition values show it. Reads no file.
 
-    `spec_id` is the partition spec of files that are in no manifest yet. (default: what each file names)
+    The day is that of the first partition field with the transform day or hour. `spec_id` is the id of the
+    partition spec of files that are in no manifest yet. (default: the id that each file has)
     """
     positions: dict[int, tuple[int, int] | None] = {}
     for spec in metadata.partition_specs:
@@ -101,7 +104,10 @@ def count_rows_by_day(
 
 
 def _to_day(value: int | date, units_per_day: int) -> date | None:
-    """Convert a partition value; None for a day before year 1 or after year 9999."""
+    """Convert a partition value to a date. Return None for a day after year 9999 or before year 1.
+
+    `units_per_day` is 1 for days since 1970, and 24 for hours.
+    """
     if isinstance(value, date):
         return value
     try:
@@ -111,7 +117,10 @@ def _to_day(value: int | date, units_per_day: int) -> date | None:
 
 
 def format_days(counts: DayCounts) -> str:
-    """List the days with the most rows, in order, and how many others there are."""
+    """Format the days with the most rows in the order of time, then the number of the other days.
+
+    Example: `2026-11-24: 1,200, 2026-11-25: 80, 3 other days, without a day: 5`.
+    """
     listed = sorted(day for day, _ in counts.rows.most_common(MAX_LISTED_DAYS))
     parts = [f"{day.isoformat()}: {counts.rows[day]:,}" for day in listed]
     if others := len(counts.rows) - len(listed):
@@ -123,22 +132,23 @@ def format_days(counts: DayCounts) -> str:
 
 @dataclass(frozen=True)
 class TableDays:
-    """What was reported of a table: its position, and days that still have to be reported.
+    """The state of the reports of one table, which the sensor keeps in its cursor.
 
-    The rows are those of added and of removed files, by day.
+    `position` is the snapshot of the table up to which changes were found. `waiting` has the changed days
+    that were not reported yet, each with the numbers of rows in added and in removed files.
     """
 
     position: Position | None = None
     waiting: Mapping[date, tuple[int, int]] = field(default_factory=dict)
 
     def to_json(self) -> object:
-        """Return a value for JSON."""
+        """Return the state as a dictionary that `json.dumps` accepts."""
         waiting = {day.isoformat(): list(rows) for day, rows in self.waiting.items()}
         return {"at": None if self.position is None else self.position.as_dict(), "days": waiting}
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> TableDays:
-        """Read what `to_json` returned. Raises KeyError, TypeError or ValueError for any other value."""
+        """Parse the dictionary of `to_json`. Raises KeyError, TypeError or ValueError if it is damaged."""
         position, waiting = value["at"], value["days"]
         if not isinstance(waiting, Mapping):
             raise TypeError
@@ -150,18 +160,22 @@ class TableDays:
 
 @dataclass(frozen=True)
 class DayChanges:
-    """The days of a table that have changed since a report, and the rows whose days are no partitions."""
+    """The result of `find_changed_days`: the new state of a table's reports.
+
+    `outside` is the number of added rows whose day is not a partition, or not known.
+    """
 
     state: TableDays
     outside: int = 0
 
 
 def find_changed_days(table: Table, reported: TableDays, *, first: date, last: date) -> DayChanges:
-    """Add the days that have changed since a report to its waiting days. Reads manifests only.
+    """Find the days of a table that have changed since a report, and add them to the waiting days.
 
-    Days from `first` to `last` are partitions, and the next 31 will be. Rows of all others are counted. All
-    days of the table count as changed if the change since the report is no longer known, because the table
-    was rolled back or its snapshots have expired.
+    `first` and `last` are the first day and the present day of the partitions. Days from `first` to 31 days
+    after `last` wait until they are reported. The rows of all other days are only counted. All days of the
+    table count as changed if the change since the report is no longer known, because the table was rolled
+    back or its snapshots have expired. Reads manifests only.
     """
     name = format_table_name(table.name())
     try:
@@ -192,7 +206,10 @@ def take_days(state: TableDays, most: int, *, last: date) -> tuple[dict[date, tu
 def build_day_events(
     table: IngestTable, name: str, days: Mapping[date, tuple[int, int]], outside: int, main_hash: str
 ) -> Iterator[dg.AssetMaterialization | dg.AssetObservation]:
-    """Yield a materialization for each day, and an observation if there are rows of other days."""
+    """Yield a materialization for each day, and an observation if `outside` is not 0.
+
+    `days` has the numbers of added and removed rows by day. `outside` is the number of rows of other days.
+    """
     common = {
         EventMetadata.TABLE: dg.MetadataValue.text(name),
         EventMetadata.REF: dg.MetadataValue.text(f"{MAIN}@{main_hash}"),
@@ -215,7 +232,8 @@ def build_day_events(
 class _Tick:
     """One tick of the sensor: the state of each table at a commit of `main`, and the events.
 
-    `errors` has the tables that cannot be read. They keep their state, and the next tick reads them again.
+    `errors` has the errors of tables that cannot be read, by name. These tables keep their state, and the
+    next tick reads them again.
     """
 
     def __init__(self, lake: Lakehouse, cursor: str | None) -> None:
@@ -233,7 +251,7 @@ class _Tick:
             self._reported_hash, self._states = "", {}  # all days are reported anew
 
     def report(self, tables: Sequence[IngestTable], today: date) -> str:
-        """Collect the events. Return the new cursor."""
+        """Read the tables if `main` has changed, collect their events, and return the new cursor."""
         main_hash = self._lake.nessie.reference(MAIN).hash
         for table in tables:
             identifier = table_identifier(table.asset, self._lake.settings.default_namespace)

@@ -1,4 +1,4 @@
-"""Formats of record values: the protocol, JSON, and functions that decode whole Arrow batches.
+"""Formats of record values: the interface, JSON, and values that a function of Arrow batches decodes.
 
 Each format is a Spark expression that Spark compiles, or a function of batches; no Python code runs per
 record.
@@ -38,10 +38,13 @@ REASON_SUFFIX = "_why"
 
 
 class Format(Protocol):
-    """A format of record values."""
+    """A format of record values: reads their bytes and converts them to rows with Spark expressions."""
 
     def read(self, records: DataFrame) -> DataFrame:
-        """Add the columns that the other methods need. Their names begin with two underscores."""
+        """Return the frame with the columns that the other methods need added.
+
+        Their names begin with two underscores. The bytes of the value are in the column `__value`.
+        """
 
     def convert_rows(
         self,
@@ -52,9 +55,9 @@ class Format(Protocol):
     ) -> DataFrame:
         """Add two columns: the converted row, and the reason if the value cannot be converted.
 
-        `row_column` is a struct of the table's columns. The second column has the same name with
+        The column `row_column` is a struct of the table's columns. The second column has the same name with
         `REASON_SUFFIX`: a struct of `kind` and `detail`, or null if the row is valid. With `is_deletion` the
-        row is in an envelope: in its field `before` for a deletion, else in its field `after`.
+        row is in an envelope: in its field `before` if `is_deletion` is true, else in its field `after`.
         """
 
     def field_text(self, field: str) -> Expression:
@@ -63,20 +66,26 @@ class Format(Protocol):
     def record_field_names(
         self, *, with_values: bool = False, is_deletion: Expression | None = None
     ) -> Expression | None:
-        """Return the names of the fields in a record's row, as an array.
+        """Return the expression of the names of the fields in a record's row, an array of text.
 
-        Returns None if the format has a schema; see `schema_field_names`. With `with_values` the array has
-        only fields with a value, which costs more. For `is_deletion` see `convert_rows`.
+        Returns None if the format has a schema; then `schema_field_names` has the names. With `with_values`
+        the array has only fields with a value, which costs more. For `is_deletion` see `convert_rows`.
         """
 
     def schema_field_names(self, *, has_envelope: bool) -> Sequence[str] | None:
-        """Return the fields of the schema's row; None if the format has no schema."""
+        """Return the names of the fields in the schema of a row; None if the format has no schema.
+
+        With `has_envelope` these are the fields of the envelope's field `after`.
+        """
 
     def row_json(self, is_deletion: Expression | None) -> Expression | None:
-        """Return the row as JSON; None if the format has a schema. For `is_deletion` see `convert_rows`."""
+        """Return the expression of the row as JSON text; None if the format has a schema.
+
+        For `is_deletion` see `convert_rows`.
+        """
 
     def value_struct(self) -> Expression:
-        """Return the whole value as a struct. Only for a format with a schema."""
+        """Return the expression of the whole value as a struct. Only a format with a schema has this."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class Json:
     """
 
     def read(self, records: DataFrame) -> DataFrame:
-        """See `Format`."""
+        """Add `__text`, the value as text, and `__not_text`, which is true for bytes that are not UTF-8."""
         value_text = F.col(VALUE_COLUMN).cast("string")
         return records.withColumn("__text", F.when(F.is_valid_utf8(value_text), value_text)).withColumn(
             "__not_text", F.col(VALUE_COLUMN).isNotNull() & F.col("__text").isNull()
@@ -113,7 +122,7 @@ class Json:
         columns: Sequence[RecordColumn],
         is_deletion: Expression | None = None,
     ) -> DataFrame:
-        """See `Format`.
+        """Add the converted row, and the reason if there is none, as `Format.convert_rows` describes.
 
         Each step is a frame of its own. Spark may compute an expression again for each other expression that
         uses it in the same frame, even for records that do not need it, which was six times slower.
@@ -184,7 +193,10 @@ class Json:
         return frame.drop(text_column, read_column, times_column, good_column, rest_column)
 
     def row_json(self, is_deletion: Expression | None) -> Expression:
-        """See `Format`. Kafka Connect may have put the envelope inside another envelope, in `payload`."""
+        """Return the JSON text of the row: the whole value, or the envelope's `before` or `after`.
+
+        Kafka Connect may have put the envelope inside another envelope, in its field `payload`.
+        """
         if is_deletion is None:
             return F.col("__text")
         before = F.coalesce(self.field_text("before"), self.field_text("payload.before"))
@@ -206,7 +218,7 @@ class Json:
         )
 
     def field_text(self, field: str) -> Expression:
-        """See `Format`."""
+        """Return a field as text; null if the record does not have it. Dots separate the names of a path."""
         parts = field.split(".")
         if all(map(_PLAIN_NAME.fullmatch, parts)):
             return F.get_json_object(F.col("__text"), "$" + "".join(f"['{part}']" for part in parts))
@@ -215,7 +227,10 @@ class Json:
     def record_field_names(
         self, *, with_values: bool = False, is_deletion: Expression | None = None
     ) -> Expression | None:
-        """See `Format`: returns the names of the outermost object."""
+        """Return the names of the fields of the row's outermost object, as an array.
+
+        With `with_values` fields are left out whose value is null or an object or list without any value.
+        """
         row_json = self.row_json(is_deletion)
         if not with_values:
             return F.json_object_keys(row_json)
@@ -225,10 +240,10 @@ class Json:
         return F.map_keys(filled_fields)
 
     def schema_field_names(self, *, has_envelope: bool) -> None:
-        """See `Format`."""
+        """Return None, because JSON has no schema."""
 
     def value_struct(self) -> Expression:
-        """Not available: JSON has no schema."""
+        """Raise NotImplementedError, because JSON has no schema."""
         raise NotImplementedError
 
 
@@ -246,7 +261,7 @@ _SHORTEST_TIME = 8
 
 
 def _is_empty_json(json: Expression) -> Expression:
-    """Whether an object or a list has no value at any level."""
+    """Whether a JSON text is an object or a list without a value at any level."""
     rest = F.regexp_replace(json, rf"{JSON_STRING}\s*:|null|[\[\]{{}},\s]", "")
     return json.rlike(r"^[\[{]") & (rest == "")
 
@@ -366,7 +381,7 @@ def _conversion_detail(variant: Expression, row: Expression, column: RecordColum
 
 
 def row_in_envelope(source: Expression, is_deletion: Expression) -> Expression:
-    """Return the struct of the row in the struct of an envelope."""
+    """Return the struct of the row in an envelope: its field `before` for a deletion, else `after`."""
     return F.when(is_deletion, source.getField("before")).otherwise(source.getField("after"))
 
 
@@ -380,8 +395,8 @@ def convert_struct_rows(
 ) -> DataFrame:
     """Convert structs with the fields `field_names` by Spark's casts, as `Format.convert_rows` requires.
 
-    `reasons` are pairs of a condition under which there is no row and its reason. They precede the reasons of
-    failed casts.
+    `source` is the expression of the structs. `reasons` are pairs of a condition under which a record has
+    no row, and the reason. They precede the reasons of failed casts.
     """
     available_names = set(field_names)
     source_column = f"{row_column}_held"
@@ -446,7 +461,7 @@ class Decoded:
     schema: pa.Schema
 
     def read(self, records: DataFrame) -> DataFrame:
-        """See `Format`."""
+        """Add `__decoded`, the struct of each value, and `__undecoded`, the reason if there is none."""
         from pyspark.sql.pandas.types import from_arrow_type
         from pyspark.sql.types import StringType, StructField, StructType
 
@@ -464,7 +479,10 @@ class Decoded:
         columns: Sequence[RecordColumn],
         is_deletion: Expression | None = None,
     ) -> DataFrame:
-        """See `Format`."""
+        """Add the converted row, and the reason if there is none, as `Format.convert_rows` describes.
+
+        The reason has the kind `format` if the value was not decoded, or `conversion` if a cast failed.
+        """
         source, names = F.col("__decoded"), self.schema.names
         if is_deletion is not None:
             source, names = (
@@ -482,25 +500,25 @@ class Decoded:
         )
 
     def field_text(self, field: str) -> Expression:
-        """See `Format`."""
+        """Return a field of the decoded struct as text. Dots separate the names of a path."""
         field_value = F.col("__decoded")
         for part in field.split("."):
             field_value = field_value.getField(part)
         return field_value.cast("string")
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """See `Format`."""
+        """Return None, because the format has a schema."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
-        """See `Format`."""
+        """Return the names of the fields of `schema`, or with `has_envelope` of its field `after`."""
         schema = self.schema.field("after").type if has_envelope else self.schema
         return [one.name for one in schema]
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: returns None, because the format has a schema."""
+        """Return None, because the format has a schema."""
 
     def value_struct(self) -> Expression:
-        """See `Format`."""
+        """Return the decoded struct, which is null for a value that was not decoded."""
         return F.col("__decoded")
 
 
@@ -522,7 +540,8 @@ def decode_values(
 ) -> tuple[pa.StructArray, pa.StringArray]:
     """Call `decode`. If it raises, call it again with halves of the batch, down to single values.
 
-    A single value that raises gets a null row and a reason.
+    Returns a struct and a reason for each value. A single value that raises gets a null struct and a
+    reason. A result of another length than `values` counts as an error.
     """
     try:
         rows, reasons = decode(values)

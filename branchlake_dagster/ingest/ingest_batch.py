@@ -80,7 +80,12 @@ from branchlake_dagster.stored_names import LakeProperty
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The result of a batch on its branch."""
+    """The result of a batch on its branch.
+
+    `commit_id` identifies the batch, and `head` is the branch after its commit. `targets` are the tables in
+    the state in which their rows were written. `progress` is the ingestion's progress after the batch.
+    `notes` are sentences for the user, for example about skipped records.
+    """
 
     commit_id: str
     ingest: ExpandedIngest
@@ -113,7 +118,10 @@ class BatchResult:
         return self.scan_result.counts["expired"]
 
     def count_rows(self, number: int) -> int:
-        """Return the number of rows that were written for a target, whichever kind it is."""
+        """Return the number of rows that were written for the target with this index in `targets`.
+
+        These are dead letters or kept records if the target is the table of those.
+        """
         if number == self.targets.dead_letter_number:
             return self.dead_letter_count
         if number == self.targets.kept_records_number:
@@ -138,7 +146,8 @@ def ingest_batch(
     again.
 
     If records make the batch fail, it is divided until each failing record is alone, in at most `MAX_PASSES`
-    passes. These records become dead letters. In some cases only the first part of the batch is written.
+    passes. These records become dead letters. If the passes do not suffice, or if the remaining records fail
+    only together, only the first part of the batch is written, and the result's plan has only its offsets.
 
     Files that no table keeps are deleted: data files of earlier passes, of staged rows after the merge, of
     failed scans, and of a batch that certainly failed, and the metadata of dropped staging tables.
@@ -211,7 +220,11 @@ def ingest_batch(
 
 @dataclass(frozen=True)
 class _PassResult:
-    """The result of a successful pass. `staging_identifiers` has the staging tables by target number."""
+    """The result of a successful pass.
+
+    `staging_identifiers` has the staging tables by the index of their target. `notes` are sentences about
+    records that the pass could not read.
+    """
 
     evolution: SchemaEvolution
     staging_identifiers: Mapping[int, Identifier]
@@ -245,7 +258,10 @@ class _BatchPasses:
         self.failed_scans = FailedScans()
 
     def run_on_ranges(self, pieces: Sequence[Ranges], ingestion_tables: IngestionTables) -> _PassResult:
-        """Write data files for the records of these ranges. Only new tables and columns are committed."""
+        """Make a pass over the records of these ranges: write their rows and dead letters to data files.
+
+        The pass commits only new tables and columns and empty staging tables, not the data files.
+        """
         frames = [
             self._records.load_frame(self._batch_context.session(), one, tasks=self._tasks) for one in pieces
         ]
@@ -321,7 +337,7 @@ class _BatchPasses:
         return _PassResult(SchemaEvolution(ingestion_tables, targets, ScanResult()), {})
 
     def min_offsets(self, tables: Sequence[str]) -> dict[str, Offsets]:
-        """See `IngestionProgress.min_offsets`."""
+        """Return for each table the offsets below which it takes no records; {} if none is filled again."""
         return self._planned_batch.progress.min_offsets(tables, self._planned_batch.plan.ranges)
 
     def _build_work(
@@ -342,7 +358,7 @@ class _BatchPasses:
         )
 
     def undo_table_changes(self, at_hash: str) -> None:
-        """Undo the tables and columns that passes created since the branch was at this hash."""
+        """Restore the tables of the branch as they were at this hash. Drops tables that passes created."""
         restore_tables(
             self._batch_context.lake.nessie,
             self._batch_context.branch,
@@ -404,7 +420,10 @@ class _BatchPasses:
         targets: BatchTargets,
         min_offsets: Mapping[str, Offsets],
     ) -> pa.Table:
-        """Return the rows of kept records for these records; none for those that are kept already."""
+        """Return the rows of kept records for these records, without records that were kept earlier.
+
+        The result has no rows if the ingestion keeps no records.
+        """
         offsets = {} if targets.kept_records is None else min_offsets.get(targets.kept_records.name, {})
         first_offsets = {
             (one.topic, one.incarnation, one.partition): offset for one, offset in offsets.items()
@@ -424,6 +443,7 @@ def _ingest_divided_batch(
 ) -> tuple[PlannedBatch, _PassResult]:
     """Ingest a failed batch without the records that make it fail; those become dead letters.
 
+    Returns the batch with the offsets that the result has, and the result of the pass.
     `start_hash` is the branch's hash before the first pass, and `error` the error of that pass. If the
     remaining records fail together, only the first part of the batch is written. Raises `error` if a pass
     over one empty record fails too, or if no part of the batch can be written.

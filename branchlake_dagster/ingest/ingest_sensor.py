@@ -77,7 +77,10 @@ def _has_failed_soon(run_record: dg.RunRecord) -> bool:
 
 
 def _has_failed_by_itself(run: dg.DagsterRun) -> bool:
-    """Whether the run failed because of its work, or because its publication was refused."""
+    """Whether the run failed because of its work, or because its publication was blocked or refused.
+
+    A run that was killed or interrupted has not failed by itself.
+    """
     return (
         run.tags.get(FAILURE_REASON_TAG) in PERMANENT_FAILURES
         or run.tags.get(RunTag.STATUS) in FAILING_STATUSES
@@ -227,7 +230,7 @@ def build_batch_sensor(
 def remove_landing_files(
     topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, clock: Callable[[], float] = time.time
 ) -> list[LandingFile]:
-    """Remove old files of a topic whose records all `ingests` have on `main`.
+    """Remove old files of a topic whose records all `ingests` have on `main`. Return the removed files.
 
     Files that are younger than `landing_keep_h` hours stay. Raises the errors of `plan_next_batch` before
     anything is removed.
@@ -245,7 +248,7 @@ def remove_landing_files(
 
 
 def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
-    """Build the job for all topics of these ingestions."""
+    """Build the job that removes old landing files, for all topics of these ingestions."""
     topics = sorted({topic for ingest in ingests for topic in ingest.topics})
     name = _job_name(ingests)
 

@@ -26,9 +26,9 @@ def read_ca_bundle(file: Path) -> str:
 
 
 def read_client_certificate(file: Path) -> tuple[str, str]:
-    """Return the private key and the certificate chain of a client's PEM file.
+    """Return the private key and the certificate chain of a client's PEM file, as two PEM texts.
 
-    Raises ConfigurationError, whose message never contains the key.
+    Raises ConfigurationError if one of them is missing or unusable. The message never contains the key.
     """
     hint = "Set BRANCHLAKE_KAFKA_CERTIFICATE to a PEM file with a private key (PKCS #8) and its certificates."
     pem = _read_pem(file, "the client certificate", hint)
@@ -76,8 +76,9 @@ _LOGIN_MODULES = {
 class KafkaCluster:
     """Addresses and credentials of a Kafka cluster.
 
-    `bootstrap` is `host:port,…`. `security` is Kafka's `security.protocol`. `ca` is a file of PEM
-    certificates. `certificate` is a PEM file with the client's private key and its certificates.
+    `bootstrap` is `host:port,…`. `security` is Kafka's `security.protocol`, `mechanism` the SASL mechanism.
+    `ca` is a file of PEM certificates. `certificate` is a PEM file with the client's private key and its
+    certificates. Raises ConfigurationError if the fields contradict each other.
     """
 
     bootstrap: str
@@ -90,9 +91,9 @@ class KafkaCluster:
 
     @classmethod
     def from_settings(cls, settings: Settings, bootstrap: str) -> KafkaCluster:
-        """Create the cluster at an address with the credentials of the settings.
+        """Create the cluster at `bootstrap` with the credentials of the settings.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError if the settings contradict each other.
         """
         password = settings.kafka_password.get_secret_value() if settings.kafka_password else None
         return cls(
@@ -128,9 +129,9 @@ class KafkaCluster:
             )
 
     def client_options(self) -> dict[str, str]:
-        """Build the options for librdkafka (confluent-kafka). Raises ConfigurationError.
+        """Build the options for librdkafka (confluent-kafka). They contain secrets: never log them.
 
-        They contain secrets: never log them.
+        Raises ConfigurationError if a file of certificates is not valid.
         """
         options = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
         if self.mechanism and self.username and self.password:
@@ -149,9 +150,10 @@ class KafkaCluster:
         return options
 
     def spark_options(self) -> dict[str, str]:
-        """Build the options for Spark's source `kafka`. Raises ConfigurationError.
+        """Build the options for Spark's source `kafka`, with the prefix `kafka.`.
 
-        They contain secrets. Spark hides options of these names in its plans.
+        They contain secrets. Spark hides options of these names in its plans. Raises ConfigurationError if a
+        file of certificates is not valid.
         """
         options: Mapping[str, str] = {
             "bootstrap.servers": self.bootstrap,

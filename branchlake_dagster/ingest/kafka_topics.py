@@ -66,9 +66,10 @@ class Topics(Protocol):
     """A source of records: a Kafka cluster, or a landing folder."""
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the topics by name.
+        """Return the present state of these topics, by name.
 
-        Raises KafkaRefused for a topic that does not exist, or KafkaUnavailable.
+        Raises KafkaRefused for a topic that does not exist in Kafka, KafkaUnavailable, LandingUnavailable for
+        a topic that a landing folder does not have, or LandingDamaged.
         """
 
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
@@ -102,8 +103,8 @@ class Topics(Protocol):
 class KafkaTopics:
     """The `Topics` of a Kafka cluster. The object keeps its connections open.
 
-    Each request takes at most ten seconds, and a refused request ends at once. Raises ConfigurationError for
-    a setting that cannot be used.
+    A request ends after about ten seconds without an answer, and at once if it is refused. The first
+    request raises ConfigurationError for a setting that cannot be used.
     """
 
     def __init__(self, cluster: KafkaCluster) -> None:
@@ -133,7 +134,10 @@ class KafkaTopics:
         return client
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """See `Topics`. Sends three requests, whatever the number of topics."""
+        """Return the present state of these topics, by name. Sends three requests for any number of topics.
+
+        The end of a partition is the end of committed records. Raises KafkaRefused or KafkaUnavailable.
+        """
         from confluent_kafka import IsolationLevel
         from confluent_kafka import TopicPartition as KafkaPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
@@ -201,7 +205,10 @@ class KafkaTopics:
         return len(brokers), len(cluster_metadata.topics)
 
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
-        """See `Topics`."""
+        """Return the offset of the first record at `moment` or later, by partition.
+
+        For a partition without such a record it is the end of the partition.
+        """
         from confluent_kafka import IsolationLevel
         from confluent_kafka import TopicPartition as KafkaPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
@@ -219,7 +226,10 @@ class KafkaTopics:
         }
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
-        """See `Topics`. Sends two requests."""
+        """Return the committed offsets of a consumer group, by topic and partition; {} for an unknown group.
+
+        Sends two requests. Raises ConsumerGroupActive, KafkaUnavailable or KafkaRefused.
+        """
         from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
         topic_names = {*topics}
@@ -265,7 +275,10 @@ class KafkaTopics:
         return offsets
 
     def earliest_time(self, offsets: Offsets) -> datetime | None:
-        """See `Topics`. Reads one record of each partition, without a consumer group."""
+        """Return the earliest time of the next records at these offsets, or None if it is not known.
+
+        Reads one record of each partition without a consumer group, for at most ten seconds.
+        """
         from confluent_kafka import Consumer
         from confluent_kafka import TopicPartition as KafkaPartition
 
@@ -335,7 +348,7 @@ class KafkaTopics:
         return offsets
 
     def report_offsets(self, group: str, offsets: Offsets) -> None:
-        """See `Topics`. Afterwards the group has committed the offsets that the tables have reached."""
+        """Commit these offsets to the consumer group. A failure is only logged: tables record the offsets."""
         from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
         from confluent_kafka import TopicPartition as KafkaPartition
 
@@ -413,7 +426,7 @@ class KafkaTopics:
 
 
 def _no_answer_codes() -> tuple[int, ...]:
-    """Return the error codes that mean that no broker answered. `_broker_errors` has the cause."""
+    """Return the error codes of requests that no broker answered. `_broker_errors` then has the cause."""
     from confluent_kafka import KafkaError
 
     return (
@@ -466,7 +479,10 @@ _DELETED_RANGE = re.compile(r"in offset (\[\d+, \d+\)) for topic partition (\S+)
 
 @contextmanager
 def translate_spark_errors(cluster: KafkaCluster) -> Iterator[None]:
-    """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted for such a failure of Spark in the block."""
+    """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted if Spark fails to read Kafka in the block.
+
+    Other failures of Spark pass through.
+    """
     try:
         yield
     except PySparkException as error:

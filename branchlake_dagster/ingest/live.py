@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 
 
 def can_continue_after(error: Exception) -> bool:
-    """Return whether a live run continues after this error.
+    """Return whether a live run continues after this error: it is transient, or its outcome is unknown.
 
-    If so, the branch of the batch is discarded, and `main` shows whether the batch was published.
+    Then the branch of the batch is discarded, and `main` shows whether the batch was published.
     """
     commit_errors = (
         CommitFailedException | CommitStateUnknownException
@@ -56,7 +56,10 @@ def can_continue_after(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class LiveBatch:
-    """A published batch: its commit on `main`, and the seconds from its plan to its publication."""
+    """A published batch. `publication` is the hash of its commit on `main`.
+
+    `seconds` is the time from the start of its planning until its publication.
+    """
 
     result: BatchResult
     publication: str
@@ -65,7 +68,10 @@ class LiveBatch:
 
 
 class LiveIngestion:
-    """One ingestion in one process. `session_at` opens a Spark session at a reference."""
+    """One ingestion in one process. `session_at` opens a Spark session at a Nessie reference.
+
+    `properties` are added to each Nessie commit. `clock` counts seconds; `now` returns the time.
+    """
 
     def __init__(
         self,
@@ -99,11 +105,11 @@ class LiveIngestion:
         self._connect(lake.nessie)
 
     def publish_next_batch(self) -> LiveBatch | None:
-        """Ingest and publish the waiting records. Return None if no records wait.
+        """Ingest one batch of the waiting records and publish it. Return None if there is nothing to record.
 
-        Raises TooManyDeadLetters, Superseded and the errors of `plan_next_batch`. After an OutcomeUnknown or
-        an interruption the batch may be on `main`; after any other error it is not. The next batch starts at
-        the offsets that `main` has then.
+        Raises TooManyDeadLetters; Superseded; PublicationContended; and the errors of `plan_next_batch`, of
+        `ingest_batch` and of Nessie. After an OutcomeUnknown or an interruption the batch may be on `main`;
+        after any other error it is not. The next batch starts at the offsets that `main` has then.
         """
         start_time, client = self._clock(), self._lake.nessie
         if client is not self._client:

@@ -41,6 +41,7 @@ class OffsetRange:
 
 
 Ranges = Mapping[TopicPartition, OffsetRange]
+"""The offsets of a batch, by partition. A partition without offsets to read is left out."""
 
 
 def merge_offsets(*offset_maps: Offsets) -> dict[TopicPartition, int]:
@@ -53,7 +54,10 @@ def merge_offsets(*offset_maps: Offsets) -> dict[TopicPartition, int]:
 
 
 def has_reached(position: Offsets, target: Offsets) -> bool:
-    """Return whether `position` is at or after `target` in all partitions of `target`."""
+    """Return whether `position` is at or after `target` in all partitions of `target`.
+
+    A partition that `position` lacks counts as offset 0.
+    """
     return all(position.get(partition, 0) >= offset for partition, offset in target.items())
 
 
@@ -68,7 +72,11 @@ def count_offsets(ranges: Ranges) -> int:
 
 
 def format_ranges(ranges: Ranges, *, max_partitions: int = 5) -> str:
-    """Format ranges as `topic[0] 5 to 9, …`. The last offset is included."""
+    """Format ranges as `topic[0] 5 to 9, …`: the first and the last offset of each partition.
+
+    After `max_partitions` partitions only the number of the others follows. Without offsets the text is
+    `nothing`.
+    """
     texts = [
         f"{partition.topic}[{partition.partition}] {offset_range.start} to {offset_range.end - 1}"
         for partition, offset_range in sorted(ranges.items())
@@ -87,9 +95,9 @@ def _join_some(texts: Iterable[str], max_count: int) -> str:
 class Topic:
     """The present state of one topic.
 
-    `incarnation` is Kafka's topic id, which changes if the topic is deleted and created again. A suffix `~1`
-    counts how often the topic's offsets were reset: offsets before and after a reset cannot be compared, and
-    the greater one would win.
+    `incarnation` is Kafka's topic id, which changes if the topic is deleted and created again. After a reset
+    of the topic's offsets it has a suffix with the number of resets: `~1`, `~2`. Offsets before and after a
+    reset cannot be compared, so they must not be merged by their maximum.
 
     `begins` is the first available offset of each partition. `ends` is the offset after the last record that
     a reader of committed records may see.
@@ -101,11 +109,15 @@ class Topic:
     ends: Mapping[int, int]
 
     def partitions(self) -> list[TopicPartition]:
-        """Return all partitions of the topic, in order."""
+        """Return all partitions of the topic, in the order of their numbers."""
         return [TopicPartition(self.name, self.incarnation, number) for number in sorted(self.ends)]
 
     def with_recorded_resets(self, partitions: Iterable[TopicPartition]) -> Topic:
-        """Return the topic with the number of resets that the tables have recorded in `partitions`."""
+        """Return the topic with the greatest number of resets that `partitions` have for its topic id.
+
+        `partitions` are those that the tables have recorded. If none has this topic id, the topic is returned
+        as it is.
+        """
         incarnations = [
             partition.incarnation
             for partition in partitions
@@ -136,8 +148,9 @@ def _has_same_id(topic: Topic, partition: TopicPartition) -> bool:
 class TableProgress:
     """The offsets up to which a table has an ingestion's records, and the batch that recorded them.
 
-    `valid_through_ms` is the time up to which the tables have all records, in ms since 1970. It is None until
-    every partition has had a record. `snapshot_id` is the snapshot of the batch, or None if it made none.
+    `commit_id` identifies the batch, and `run_id` is the Dagster run that wrote it. `valid_through_ms` is the
+    time up to which the tables have all records, in ms since 1970. It is None until every partition has had a
+    record. `snapshot_id` is the table's current snapshot after the batch, or None if the table has none.
     """
 
     offsets: Offsets
@@ -146,8 +159,8 @@ class TableProgress:
     valid_through_ms: int | None = None
     snapshot_id: int | None = None
     refill_until: Offsets = field(default_factory=dict)
-    """Offsets that the other tables have reached. Not empty if the table was rolled back: then the table
-    takes records again until these offsets."""
+    """Empty, unless the table was rolled back and is being filled again. Then these are the offsets that the
+    other tables have reached: the table takes records again until them."""
     first_offsets: Offsets = field(default_factory=dict)
     """The first offset that was read of each partition, unless it is 0. A table that is rolled back to before
     its first batch is filled again from here."""
@@ -157,7 +170,7 @@ class TableProgress:
     """The dotted name of the ingestion's dead letter table, which takes part in each batch."""
 
     def to_json(self) -> str:
-        """Return the value of the table property."""
+        """Return the progress as JSON, the value of the table property. `from_json` parses it."""
         fields = {
             "topics": _offsets_to_json(self.offsets),
             "commit": self.commit_id,
@@ -173,7 +186,10 @@ class TableProgress:
 
     @classmethod
     def from_json(cls, progress_json: str) -> TableProgress:
-        """Parse the value of the table property. Raises ValueError, KeyError or TypeError."""
+        """Parse the JSON of the table property.
+
+        Raises ValueError, KeyError or TypeError if the JSON is damaged.
+        """
         fields = json.loads(progress_json)
         valid, snapshot_id = fields.get("valid_through_ms"), fields.get("at")
         offsets, refill_until = (
@@ -198,7 +214,11 @@ class TableProgress:
         )
 
     def refilled_to(self, offsets: Offsets) -> TableProgress:
-        """Return the progress of a table that is filled again and has reached these offsets."""
+        """Return the progress of a table that is filled again and has reached only `offsets`.
+
+        The offsets of this progress, which the other tables have reached, become `refill_until`. It becomes
+        empty if the table has caught up with them.
+        """
         return replace(
             self, offsets=offsets, refill_until={} if has_reached(offsets, self.offsets) else self.offsets
         )
@@ -249,7 +269,7 @@ def _parse_topic_key(topic_key: str) -> tuple[str, str]:
 
 
 def recorded_ingestions(properties: Mapping[str, str]) -> dict[str, str]:
-    """Return the progress that a table's properties record, as JSON by the name of the ingestion."""
+    """Return the progress that a table's properties record: JSON strings by the name of the ingestion."""
     return {
         name.removeprefix(LakeProperty.OFFSETS_PREFIX): text
         for name, text in properties.items()

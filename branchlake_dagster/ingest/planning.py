@@ -1,7 +1,7 @@
 """Pure functions that plan an ingestion: the ranges of the next batch, start offsets, valid-through time.
 
-The configured start counts only until the tables have a position. It continues the position of another sink
-exactly: the first record that is read from a partition is the record at its start offset.
+The configured start counts only until the tables have a position. If it gives offsets, such as the committed
+offsets of another sink, the first record that is read from a partition is the record at its start offset.
 
 All records up to the valid-through time are in the tables, if the records of each partition are in the order
 of their times. The latest time of each partition is recorded with the offsets, so that it is known in batches
@@ -29,7 +29,10 @@ from branchlake_dagster.ingest.offsets import (
 
 @dataclass(frozen=True)
 class TopicRules:
-    """The reactions to a topic that is no longer the topic from which the tables were filled."""
+    """What planning does if a topic was recreated, ends before its position, or has lost unread records.
+
+    The fields are the options of `Ingest` with the same names. With "stop", TopicChanged is raised.
+    """
 
     on_recreated: Literal["stop", "start_over"] = "stop"
     on_reset: Literal["stop", "continue_at_end"] = "stop"
@@ -38,7 +41,7 @@ class TopicRules:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The ranges of a batch, the records that remain after it (`lag`), and notes about skipped records.
+    """The offsets that a batch reads (`ranges`), how many remain after it (`lag`), and notes for the user.
 
     `advanced_offsets` has the positions of partitions without a range in this batch, if no table has recorded
     them yet. Either a rule has moved the partition, or it starts with this batch. If `must_record` is True,
@@ -63,9 +66,9 @@ class BatchPlan:
 
 
 def narrow_plan(plan: BatchPlan, ranges: Ranges) -> BatchPlan:
-    """Return the plan with only the first offsets of its ranges.
+    """Return the plan with `ranges`, which must be the first part of the plan's own ranges.
 
-    The other offsets wait for the next batch.
+    The other offsets wait for the next batch, so they are added to `lag`.
     """
     behind = count_offsets(plan.ranges) - count_offsets(ranges)
     waiting = {
@@ -87,11 +90,13 @@ def plan_batch(
     rules: TopicRules,
     first_offsets: Offsets | None = None,
 ) -> BatchPlan:
-    """Plan the next ranges: at most `max_records` records, in proportion to the lag of each partition.
+    """Plan the next ranges: at most `max_records` offsets, in proportion to the lag of each partition.
 
-    `start_of_topic` returns the start offsets of a topic that was never read. A partition that was added
-    later starts at its beginning. `first_offsets` has the first offsets of earlier batches, unless they are
-    0. Raises TopicChanged.
+    `start` has the offset at which each partition continues. `start_of_topic` returns the start offsets of a
+    topic that was never read; its errors pass through. A partition that was added later starts at its
+    beginning. `first_offsets` has the first offset that was ever read of each partition, unless it is 0.
+
+    Raises TopicChanged if a topic was recreated or reset or has lost unread records, and its rule is "stop".
     """
     waiting: dict[TopicPartition, OffsetRange] = {}
     notes: list[str] = []
@@ -188,7 +193,11 @@ def _check_recreated(topic: Topic, earlier_incarnations: set[str], rules: TopicR
 
 
 def _clamp_offset(topic: Topic, number: int, offset: int, rules: TopicRules) -> tuple[int, str | None]:
-    """Return where to continue in a partition that may not have `offset` any more, and a note or None."""
+    """Return the offset at which a partition continues, and a note if it is not `offset`, else None.
+
+    An offset before the partition's begin or after its end is moved to it, or TopicChanged is raised,
+    depending on the rules.
+    """
     where = f"Topic {topic.name} partition {number}"
     if offset < topic.begins[number]:
         what = f"{where} now begins at {topic.begins[number]}: records {offset} to {topic.begins[number] - 1}"
@@ -362,7 +371,10 @@ def starting_offsets(
 
 
 def format_offsets(offsets: Offsets, *, max_partitions: int = 20) -> str:
-    """Format offsets as `orders[0] 120, orders[1] 98`, with at most `max_partitions` partitions."""
+    """Format offsets as `orders[0] 120, orders[1] 98`.
+
+    After `max_partitions` partitions only the number of the others follows.
+    """
     shown = [
         f"{partition.topic}[{partition.partition}] {offset}" for partition, offset in sorted(offsets.items())
     ]

@@ -42,13 +42,20 @@ from branchlake_dagster.spark.session import quote_spark_name
 
 
 def field_text(ingest: Ingest, record_format: Format, name: str) -> Expression:
-    """Return a field of the record as text, also from the `payload` in Kafka Connect's schema envelope."""
+    """Return the expression of a field of the record as text.
+
+    With an envelope, a field that is null is read from `payload` instead, which Kafka Connect writes if it
+    adds the schema to each record.
+    """
     text = record_format.field_text(name)
     return text if ingest.envelope is None else F.coalesce(text, record_format.field_text(f"payload.{name}"))
 
 
 def record_route(ingest: Ingest, record_format: Format) -> Expression:
-    """Return the expression that routes are matched with. It is null for a record without a route."""
+    """Return the expression of a record's route: its topic, or the text of a field, by `route_by`.
+
+    It is null if the record does not have the field.
+    """
     return (
         F.col("__topic") if ingest.route_by == "topic" else field_text(ingest, record_format, ingest.route_by)
     )
@@ -80,18 +87,20 @@ def family_route_name(family: IngestTable, route: Expression) -> Expression:
 def _matches_route(route: Expression, pattern: str) -> Expression:
     """Return whether the pattern matches the whole route.
 
-    A pattern without special characters is compared.
+    A pattern without special characters is compared as text, which is faster.
     """
     is_plain = re.escape(pattern) == pattern
     return route == pattern if is_plain else matches_whole(route, pattern)
 
 
 FOR_TABLE = "__for"
-"""Column of reprocessed dead letters: the table that could not take the record."""
+"""Column of reprocessed dead letters: the table that could not take the record; null for any table."""
 INCARNATION = "__incarnation"
 """Column of stored records, which are dead letters or kept records: the incarnation of their topic."""
 WAITING_TABLES = "__waits"
-"""Column during a refill: the tables for which a dead letter of the record waits."""
+"""Column while a table is filled again: an array of the tables for which a dead letter of the record waits.
+
+The text "" in the array stands for any table."""
 _RECORD_PARTS = ("offset", "key", "value")
 _UNREADABLE_KINDS = ("empty", "encoding", "syntax", "format", "schema")
 """Kinds of errors that concern the whole value."""
@@ -104,7 +113,10 @@ def mapped_fields(target: Target) -> set[str]:
 
 
 def row_columns(targets: Sequence[Target]) -> list[str]:
-    """Return the name of each target's rows column. Targets with equal columns and contract share one."""
+    """Return the name of the column with a target's rows, such as `__row0`, for each target in order.
+
+    Targets with equal columns, keys, attributes and contract share one column.
+    """
     names: dict[object, str] = {}
     return [names.setdefault(_row_shape(target), f"__row{len(names)}") for target in targets]
 
@@ -128,7 +140,11 @@ def _identifier_columns(target: Target) -> set[str]:
 
 
 class PreparedRecords:
-    """The expressions of one pass over the records."""
+    """Converts the records of one pass with Spark expressions, so that workers only have to write them.
+
+    `targets` are the tables without dead letters and kept records. `min_offsets` has the offsets below which
+    each table takes no records.
+    """
 
     def __init__(
         self,
@@ -225,9 +241,10 @@ class PreparedRecords:
         )
 
     def _table_bits(self, what: str) -> list[Expression]:
-        """Return integer columns with one bit for each table for which `what` is true.
+        """Return integer columns, each with one bit per table for up to `TABLES_PER_SET` tables.
 
-        A batch has few different integers, so these columns are compact.
+        The bit of table n is set where the boolean column `__<what>n` is true. A batch has few different
+        integers, so these columns are compact.
         """
         columns = []
         for group in range(0, len(self._targets), TABLES_PER_SET):
@@ -241,7 +258,7 @@ class PreparedRecords:
         return columns
 
     def _must_not_skip(self, row: str | None) -> Expression:
-        """Return which unrouted records must become dead letters although `on_unrouted` is "skip".
+        """Return whether an unrouted record must become a dead letter although `on_unrouted` is "skip".
 
         A record that cannot be read has no route, so its table is unknown. A dead letter that is reprocessed
         stays a dead letter: if it were skipped, it would be marked as reprocessed and be lost.
@@ -274,7 +291,10 @@ class PreparedRecords:
             yield F.when(new, name)
 
     def _topic_number(self) -> Expression:
-        """Return the index of the record's topic in the ingestion's or the stored records' list of topics."""
+        """Return the index of the record's topic in `Work.topics`; -1 if it is not there.
+
+        Stored records are compared by topic and incarnation, others by topic only.
+        """
         if self._stored_topics:
             conditions = [
                 (F.col("__topic") == topic) & F.col(INCARNATION).eqNullSafe(incarnation)
@@ -312,9 +332,9 @@ class PreparedRecords:
     # -- the operation and the fields of a record --------------------------------------------------------
 
     def _operation(self) -> Expression:
-        """Return insert, update, delete or tombstone.
+        """Return the expression of the record's operation: insert, update, delete or tombstone.
 
-        It is null if the record has no operation or an unknown one.
+        It is tombstone for a record without a value, and null if the operation is missing or unknown.
         """
         operation_text = F.lower(self._operation_text())
         meanings = self._ingest.operations.items()
@@ -345,7 +365,12 @@ class PreparedRecords:
         return F.when(F.col(f"{row}{REASON_SUFFIX}").isNull(), here).otherwise(self._field_text(name))
 
     def _unknown_fields(self) -> Expression | None:
-        """Return the names of fields for which some table has no column, as JSON. None if none is wanted."""
+        """Return the expression of the fields for which some table has no column, as a JSON list.
+
+        Fields whose value is null are left out of the list. The expression is null if all fields have
+        columns. Returns None if no columns are to be added, if the format cannot list fields, or without
+        tables.
+        """
         adds_columns = "add" in self._ingest.evolve
         deleted = F.coalesce(F.col("__op") == "delete", F.lit(False))
         is_deletion = None if self._ingest.envelope is None else deleted
@@ -371,7 +396,11 @@ class PreparedRecords:
     # -- rows ------------------------------------------------------------------------------------------
 
     def _with_rows(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
-        """Add a column of rows, `__row0`, and the reasons why a record has no row, `__row0_why`."""
+        """Add the column `row` (`__row0`) with the target's rows, and `__row0_why` with reasons.
+
+        The reason is null if the record is a good row of the target. Otherwise its `kind` and `detail` say
+        why it is not.
+        """
         declaration = target.declaration
         assert declaration is not None  # noqa: S101 - dead letters have no rows of this kind
         deleted = F.coalesce(F.col("__op").isin("delete", TOMBSTONE), F.lit(False))
@@ -437,7 +466,10 @@ class PreparedRecords:
         return declaration is not None and declaration.mode == "changes" and self._ingest.envelope is not None
 
     def _with_moved_keys(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
-        """Add a struct of the keys that a row had before an update. It is null if the keys are the same."""
+        """Add the column `<row>_moved`: a struct of the keys that the row had before an update.
+
+        It is null if the keys did not change.
+        """
         assert target.declaration is not None  # noqa: S101 - as above
         before, keys = f"{row}_before", {*target.declaration.keys}
         columns = [column for column in target.columns if column.name in keys]
@@ -453,7 +485,11 @@ class PreparedRecords:
     def _with_wanted_changes(
         self, frame: DataFrame, row: str, target: Target, needs_all_columns: Expression
     ) -> DataFrame:
-        """Add a column of the schema changes that the row needs, and convert the row to the table's types."""
+        """Add the column `<row>_evolve` and convert the row to the table's types.
+
+        The column has the schema changes that the row needs, one per line (`widen/price`, `relax/note`). It
+        is null if the row fits the table or is bad.
+        """
         wide_row, wants, narrow = F.col(row), [], []
         relaxed = "relax" in self._ingest.evolve
         keys = {*(target.declaration.keys if target.declaration else ()), *_identifier_columns(target)}
@@ -500,7 +536,7 @@ class PreparedRecords:
     # -- the tables of a record --------------------------------------------------------------------------
 
     def _is_meant_for(self, target: Target) -> Expression:
-        """Return whether the record belongs to a target, whether the record is good or bad."""
+        """Return whether the record belongs to a target, by its route. Bad records belong to targets too."""
         declaration = target.declaration
         assert declaration is not None  # noqa: S101 - dead letters have no rows of this kind
         is_meant = takes_route(declaration, F.col("__route"))
@@ -532,9 +568,9 @@ class PreparedRecords:
         return F.col("__value").isNull() if merged else F.lit(False)
 
     def _was_read_before(self) -> Expression:
-        """Return whether an earlier batch has read the record.
+        """Return whether an earlier batch has read the record. Always false if no table is filled again.
 
-        If it was bad, its dead letter exists already.
+        If such a record is bad, its dead letter exists already.
         """
         return _is_before(self._dead_letter_offsets or {})
 
@@ -555,9 +591,9 @@ def _is_before(offsets: Offsets) -> Expression:
 
 
 def row_constraints(declaration: IngestTable) -> list[RowConstraint]:
-    """Return the row rules of a table's contract.
+    """Return the rules of a table's contract that concern single rows; [] without a contract.
 
-    Raises ConfigurationError for rules that are not about single rows.
+    Rules about the schema are left out. Raises ConfigurationError for other rules, such as unique values.
     """
     if declaration.contract is None:
         return []

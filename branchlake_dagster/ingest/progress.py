@@ -45,9 +45,9 @@ OnRollback = Literal["stop", "replay", "skip"]
 class IngestionProgress:
     """The progress of all tables of an ingestion.
 
-    `position` has the offsets that all tables have reached, except those that were rolled back.
-    `replay_offsets` has the tables that are filled again, and the offsets from which they are. Only these
-    tables take records before the position.
+    `position` has the offsets that all tables have reached, except tables that were rolled back.
+    `replay_offsets` maps the name of each table that is filled again to the offsets from which it takes
+    records again. Only these tables take records before `position`.
     """
 
     position: Offsets
@@ -62,7 +62,7 @@ class IngestionProgress:
 
     @property
     def start(self) -> Offsets:
-        """Return where the next batch starts. It is before the position if tables are filled again."""
+        """The offsets at which the next batch starts. Before `position` if tables are filled again."""
         start_offsets = dict(self.position)
         for offsets in self.replay_offsets.values():
             for partition, offset in offsets.items():
@@ -70,9 +70,10 @@ class IngestionProgress:
         return start_offsets
 
     def min_offsets(self, tables: Iterable[str], ranges: Ranges) -> dict[str, Offsets]:
-        """Return the offsets below which each table takes no records. Empty if no table is filled again.
+        """Return for each table the offsets below which it takes no records: `{table name: offsets}`.
 
-        The result only has partitions of `ranges`, because an older incarnation of a topic had other offsets.
+        The result is empty if no table is filled again. It only has partitions of `ranges`, because an older
+        incarnation of a topic had other offsets.
         """
         if not self.replay_offsets:
             return {}
@@ -86,9 +87,10 @@ class IngestionProgress:
         }
 
     def table_progress(self, name: str, batch: TableProgress, plan: BatchPlan) -> TableProgress:
-        """Return the progress of a table after a batch.
+        """Return the progress that a table records after a batch.
 
-        A table that is filled again may be behind the others.
+        `batch` is the progress of the whole ingestion after the batch. Most tables record it. A table that is
+        filled again records the offsets that it has reached itself.
         """
         replay_offsets = self.replay_offsets.get(name)
         return (
@@ -111,7 +113,8 @@ def read_progress(
 
     A table is None if it does not exist yet.
 
-    Raises PositionLost.
+    Raises PositionLost if a table was rolled back and `on_rollback` is "stop", or if the offsets of a table
+    can no longer be determined.
     """
     progress_by_table: dict[str, TableProgress] = {}
     rollback_offsets: dict[str, Offsets] = {}
@@ -287,9 +290,10 @@ def progress_from_snapshots(ingestion: str, metadata: TableMetadata) -> TablePro
 def _offsets_to_replay(
     ingestion: str, name: str, metadata: TableMetadata, table_progress: TableProgress, on_rollback: OnRollback
 ) -> Offsets | None:
-    """Return up to which offsets a rolled back table still has the records.
+    """Return the offsets from which a table that was rolled back is filled again.
 
-    None if it is not filled again.
+    The table still has all records before these offsets. Returns None if `on_rollback` is "skip". Raises
+    PositionLost if it is "stop", or if the offsets cannot be determined from the remaining snapshots.
     """
     if on_rollback == "skip":
         return None
@@ -329,7 +333,7 @@ def _offsets_to_replay(
 
 
 def _complete_offsets(table_progress: TableProgress, held_offsets: Offsets) -> Offsets:
-    """Return the offset of each recorded partition: the offset still held, or the partition's first."""
+    """Return an offset for each recorded partition: that of `held_offsets`, else the first one ever read."""
     offsets: dict[TopicPartition, int] = {
         partition: held_offsets.get(partition, table_progress.first_offsets.get(partition, 0))
         for partition in merge_offsets(table_progress.offsets, table_progress.refill_until)
@@ -351,7 +355,7 @@ class ReprocessingRun:
 
 
 def reprocessing_runs(ingestion: str, properties: Mapping[str, str]) -> list[ReprocessingRun]:
-    """Return the reprocessing runs that a table's properties record, oldest first."""
+    """Return the reprocessing runs that a table's properties record, oldest first; [] if there are none."""
     runs_json = properties.get(LakeProperty.REPROCESSED_PREFIX + ingestion)
     if not runs_json:
         return []
@@ -364,10 +368,10 @@ def reprocessing_runs(ingestion: str, properties: Mapping[str, str]) -> list[Rep
 
 
 def add_reprocessing_run(ingestion: str, metadata: TableMetadata, run: ReprocessingRun) -> str:
-    """Return the value of the property after one more run.
+    """Return the JSON value of the table's property with the earlier runs and this run.
 
-    Of the earlier runs it keeps those whose snapshots are still ancestors of the table. A rollback cannot go
-    below an expired snapshot.
+    An earlier run is left out if its snapshot is no longer an ancestor of the table's current snapshot: no
+    rollback can go back to before a snapshot that has expired.
     """
     ancestor_ids = _ancestor_ids(metadata)
     earlier_runs = [
@@ -459,7 +463,7 @@ def _format_runs(metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) 
 
 
 def _holds_run(metadata: TableMetadata, run: ReprocessingRun) -> bool:
-    """Return whether the rows of a reprocessing run are in the table. True as well if that is not known.
+    """Return whether the table has the rows of a reprocessing run. Returns True also if that is unknown.
 
     If the run's snapshot is missing but older ancestors remain, it did not expire as an ancestor: then all
     older ancestors would have expired too. So the table was rolled back, and the snapshot expired later. A

@@ -63,24 +63,23 @@ TableName = str | AssetKey
 class PublishedTime:
     """The time up to which a table has all records of its ingestions, or of the tables that it consumes.
 
-    `at` is None if there is no such time; `reason` explains why.
+    `at` is None if there is no such time. `reason` is a clause for messages: the time, or why there is none.
     """
 
     at: datetime | None
     reason: str
     ingested: bool = True
-    """Whether an ingestion is known that fills the table, or fills all inputs of the consumer that computes
-    it."""
+    """False if no ingestion is known that fills the table, or one of the inputs from which it is computed."""
     sources: frozenset[str] = frozenset()
     """The sources of the records, see `InputTime`. Empty if `at` is None."""
 
     @property
     def input_time(self) -> InputTime | None:
-        """Return the same time for a table that consumes this table."""
+        """The time as an `InputTime`, for a table that consumes this table; None if there is no time."""
         return None if self.at is None else InputTime(to_epoch_ms(self.at), self.sources)
 
     def reaches(self, wanted: datetime) -> bool:
-        """Return whether the table has all records before `wanted`."""
+        """Return whether the table has all records before `wanted`. False if its time is not known."""
         return self.at is not None and self.at >= wanted
 
 
@@ -124,7 +123,7 @@ def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
 
 
 def format_table(table: TableName) -> str:
-    """Format the table as it was written, for names and errors."""
+    """Return the table's name as the user wrote it; for an AssetKey, the key as text (`raw/orders`)."""
     return table.to_user_string() if isinstance(table, AssetKey) else table
 
 
@@ -329,10 +328,10 @@ def parse_time(time: datetime | str) -> datetime:
 def _iter_ingestions(
     identifier: Identifier, properties: dict[str, str], default_namespace: str
 ) -> Iterator[tuple[str, Identifier | None]]:
-    """Iterate over the ingestions that fill a table, each with the identifier of its dead letter table.
+    """Iterate over the ingestions that fill a table: the name, and the identifier of the dead letter table.
 
-    The identifier is None if it is not known. The table's properties have the ingestions from its first rows
-    on. Before that, the declarations of this code location count.
+    The identifier is None if it is not known. Ingestions that have already written rows are found in the
+    table's properties. The others are found in the declarations of this code location.
     """
     recorded = recorded_ingestions(properties)
     for name, progress_json in recorded.items():

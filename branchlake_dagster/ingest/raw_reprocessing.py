@@ -7,8 +7,8 @@ rows that differ are written, so a repetition changes nothing, and consumers get
 A row is identified by the position of its record: topic, partition and offset, in columns that the table
 fills from `attributes`.
 
-Dead letters follow the same comparison. A waiting dead letter that the decoder would write again is left as
-it is. Others of the slice's records are marked as reprocessed, as in `reprocessing`.
+Dead letters are compared in the same way. A waiting dead letter that the decoder would write again is left as
+it is. The other waiting dead letters of the slice's records are marked as reprocessed, as in `reprocessing`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _ACTION = "__action"
 
 @dataclass(frozen=True)
 class RawInterval:
-    """An interval of receipt: from `since` on and before `until`."""
+    """An interval of the times at which records were received: from `since` on and before `until`."""
 
     since: datetime
     until: datetime
@@ -84,26 +84,27 @@ class RawInterval:
             )
 
     def to_tag(self) -> str:
-        """Return the value of the run tag."""
+        """Return the interval as JSON, the value of a run tag."""
         return json.dumps({"since": self.since.isoformat(), "until": self.until.isoformat()})
 
     @classmethod
     def from_tag(cls, tag: str) -> RawInterval:
-        """Parse the value of the run tag."""
+        """Parse the JSON of `to_tag`. Raises ConfigurationError if the interval is empty."""
         fields = json.loads(tag)
         return cls(datetime.fromisoformat(fields["since"]), datetime.fromisoformat(fields["until"]))
 
     def contains(self) -> Expression:
-        """Return whether a kept record was received in the interval."""
+        """Return the Spark condition that a kept record was received in the interval."""
         received = F.col(RECEIVED_AT)
         return (received >= F.lit(self.since)) & (received < F.lit(self.until))
 
 
 @dataclass(frozen=True)
 class KeptRecordCounts:
-    """The kept records of an interval by day of receipt, and the receipt of the first record of the table.
+    """The number of kept records of an interval by day of receipt, and when the first record was received.
 
-    `first_received` is None if the table has no records or does not exist.
+    `by_day` has pairs of day (`2026-11-24`, UTC) and count, in the order of the days. `first_received` is the
+    time of the oldest record in the whole table, or None if the table has no records or does not exist.
     """
 
     by_day: Sequence[tuple[str, int]] = ()
@@ -115,7 +116,7 @@ class KeptRecordCounts:
         return sum(count for _, count in self.by_day)
 
     def note(self, interval: RawInterval) -> str | None:
-        """Return a sentence if records from the begin of the interval are not kept; None if they are."""
+        """Return a sentence if the table has no records from the begin of the interval, else None."""
         if self.first_received is None:
             return "No record is kept yet: records are kept from the first batch with keep_value on."
         if self.first_received <= interval.since:
@@ -162,7 +163,10 @@ def require_kept_records(ingest: Ingest) -> None:
 def count_kept_records(
     session: SparkSession, ingestion_tables: IngestionTables, interval: RawInterval
 ) -> KeptRecordCounts:
-    """Count the kept records of an interval. Reads one column of the interval's days."""
+    """Count the kept records of an interval, and find the oldest record of the table.
+
+    Reads only the column `received_at`: for the counts only files of the interval's days.
+    """
     table = ingestion_tables.kept_record_table
     name = ingestion_tables.kept_record_table_name
     if table is None or name is None:
@@ -188,12 +192,13 @@ def reprocess_raw(
 ) -> RawReprocessingResult | None:
     """Decode the kept records of the interval again, and replace their rows on the branch.
 
-    `report` gets a sentence after each slice. A slice has at most `slice_records` records, or one batch
-    (default: `most_records`).
+    `report` is called with a sentence after each slice. A slice has whole batches with together at most
+    `slice_records` records (default: `most_records`), or a single larger batch.
 
-    Returns None if an earlier attempt already did so, or if no records are kept in the interval. Raises
-    RowsNotIdentified, PositionLost while a table is rolled back or filled again, ConfigurationError, and the
-    errors of `evolve_until_stable`.
+    Returns None if an earlier attempt of the run has already done this, or if the interval has no records to
+    decode. Raises RowsNotIdentified; PositionLost while a table is rolled back or filled again;
+    ConfigurationError if the ingestion keeps no records or merges rows; and the errors of
+    `evolve_until_stable`.
     """
     require_kept_records(ingest)
     tables = IcebergTableFormat(batch_context.catalog)
@@ -263,7 +268,7 @@ def _record_run(
 
 
 def _format_changes(counts: Mapping[str, int]) -> str:
-    """Return how many rows and dead letters changed."""
+    """Return a clause with the numbers of changed rows and dead letters."""
     changed = ", ".join(
         f"{counts.get(f'rows_{action}', 0)} rows {verb}"
         for action, verb in (("insert", "added"), ("update", "changed"), ("delete", "removed"))
@@ -290,7 +295,7 @@ def _combine(first: RawReprocessingResult, second: RawReprocessingResult) -> Raw
 
 @dataclass(frozen=True)
 class _Slice:
-    """Kept records by their receipt, from `first` to `last`, both inclusive."""
+    """The kept records that were received from `first` to `last`, both inclusive."""
 
     first: datetime
     last: datetime
@@ -324,9 +329,10 @@ def _plan_slices(
 
 
 def position_columns(target_name: str, ingest: Ingest, attributes: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns of a table that identify the record of a row, by attribute.
+    """Return the columns of a table that identify the record of a row: `{"offset": "record_offset", …}`.
 
-    Raises RowsNotIdentified if one is not declared. The topic is only needed if the ingestion reads several.
+    `attributes` are those of the table's declaration. Partition and offset are needed, and the topic if the
+    ingestion reads several topics. Raises RowsNotIdentified if the table has no column for one of them.
     """
     columns = {attribute: column for column, attribute in attributes.items()}
     needed = [*(["topic"] if len(ingest.topics) > 1 else []), "partition", "offset"]
@@ -348,7 +354,11 @@ def position_columns(target_name: str, ingest: Ingest, attributes: Mapping[str, 
 def _require_identified_rows(
     session: SparkSession, ingestion_tables: IngestionTables, position: Offsets
 ) -> None:
-    """Raise RowsNotIdentified if rows exist whose record is not known exactly."""
+    """Raise RowsNotIdentified if the rows of a table may not be traced to single records.
+
+    This is so if a topic was created again, or if a table has no columns for the position of the record, or
+    has null in them.
+    """
     ingest = ingestion_tables.ingest
     incarnations: dict[str, set[str]] = {}
     for partition in position:
@@ -428,7 +438,7 @@ class _SliceReprocessing:
     def run(self) -> RawReprocessingResult | None:
         """Decode the slice and change the tables on the branch. Only rows that differ are written.
 
-        Returns None if the slice has only unwritable records.
+        Returns the counts and changed tables, or None if the slice has only unwritable records.
         """
         records = self._load_records()
         ranges = _find_ranges(records)
@@ -569,7 +579,10 @@ class _SliceReprocessing:
     def _replace_rows(
         self, number: int, target: Target, records: DataFrame, ranges: Sequence[_PositionRange]
     ) -> dict[str, int]:
-        """Make the table have the decoded rows of the slice's records. Return the changed rows by action."""
+        """Replace the table's rows of the slice's records by the decoded rows, where they differ.
+
+        Returns the number of changed rows by action: `insert`, `update` or `delete`; {} without differences.
+        """
         assert target.declaration is not None  # noqa: S101 - the tables of a batch have declarations
         positions = position_columns(
             target.name, self._ingestion_tables.ingest, target.declaration.attributes
@@ -596,7 +609,10 @@ class _SliceReprocessing:
     def _replace_dead_letters(
         self, targets: BatchTargets, records: DataFrame, ranges: Sequence[_PositionRange]
     ) -> dict[str, int]:
-        """Mark waiting dead letters of the slice that no longer apply, and add new ones."""
+        """Mark waiting dead letters of the slice that no longer apply as reprocessed, and add new ones.
+
+        Returns the number of dead letters by action: `insert` (new) or `delete` (marked).
+        """
         target = targets.dead_letters
         keys = [*_RECORD_POSITION, "table", "error_kind", "error"]
         names = {attribute: attribute for attribute in ("topic", "partition", "offset")}
@@ -665,7 +681,8 @@ class _SliceReprocessing:
 
 
 _LETTER_ACTIONS = {"insert": "insert", "delete": "mark", "update": "mark"}
-"""How the differences of dead letters are counted. Their keys are all that is compared."""
+"""The names under which differences of dead letters are counted. A difference `delete` only marks the row.
+"""
 
 
 def _in_ranges(conditions: Iterable[Expression]) -> Expression:
@@ -740,9 +757,10 @@ class _PositionRange:
     last: int
 
     def contains(self, columns: Mapping[str, str], prefix: str = "") -> Expression:
-        """Return whether a row is of a record in the range.
+        """Return the Spark condition that a row comes from a record in the range.
 
-        `columns` has the row's columns by attribute; `prefix` is the table's name with a dot, or empty.
+        `columns` has the row's columns by attribute, as `position_columns` returns them. `prefix` is the
+        table's name with a dot, or empty. The incarnation is not compared.
         """
         by_attribute = {one: F.col(f"{prefix}{quote_spark_name(name)}") for one, name in columns.items()}
         is_within = by_attribute["partition"] == self.partition

@@ -57,7 +57,7 @@ class Division:
 def find_unwritable_records(
     failing_ranges: Ranges, error_of: Callable[[Ranges], Exception | None], *, max_passes: int = MAX_PASSES
 ) -> Division:
-    """Find the records that make a batch fail.
+    """Find the records that make a batch fail, in at most about `max_passes` passes.
 
     `failing_ranges` are the offsets of a batch that failed. `error_of` makes a pass over some of them and
     returns the error that their records caused, or None if the pass succeeds; an exception that it raises
@@ -137,7 +137,7 @@ def split_in_halves(
 
 
 def join_ranges(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
-    """Join consecutive parts into one."""
+    """Join consecutive parts: each partition gets the range from its first start to its last end."""
     joined_ranges: dict[TopicPartition, OffsetRange] = {}
     for part in parts:
         for partition, offset_range in part.items():
@@ -147,9 +147,9 @@ def join_ranges(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
 
 
 def exclude_records(ranges: Ranges, positions: Iterable[RecordPosition]) -> list[Ranges]:
-    """Return the ranges without some records, as a list of ranges that may be empty.
+    """Return the ranges without these records, as a list of ranges; [] if no offset remains.
 
-    A list is needed because ranges hold only one span for each partition.
+    A list is needed because `Ranges` can have only one range of each partition.
     """
     ranges_by_partition = {partition: [offset_range] for partition, offset_range in ranges.items()}
     for partition, offset in sorted(positions):
@@ -226,13 +226,15 @@ class Records(Protocol):
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
         """Read single records without Spark, for the dead letters of records that Spark cannot read.
 
-        Raises KafkaUnavailable or LandingUnavailable if a record is not available.
+        Raises KafkaUnavailable if a record of a topic in Kafka does not arrive. Raises OffsetsGone or
+        LandingDamaged if a landing folder does not have a record.
         """
 
     def require_complete(self, ranges: Ranges, count: int) -> None:
-        """Check, after the read, whether `count` records can be those of the ranges.
+        """Check, after the read, whether `count` records can be all records of the ranges.
 
-        Raises TopicReplaced if a topic has been deleted and created again since the plan.
+        Raises TopicReplaced if a topic has been deleted and created again since the plan, and LandingDamaged
+        if records of a landing folder are missing.
         """
 
 
@@ -244,9 +246,10 @@ class KafkaRecords:
         self._topics = topics
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`.
+        """Return the records of the ranges; the columns are `RECORD_COLUMNS` with the prefix `__`.
 
-        Spark reads the records later; if one is deleted before that, the batch fails.
+        Spark reads the records later, in up to `tasks` tasks. If a record is deleted before that, the batch
+        fails.
         """
         starts, ends = _offsets_by_topic(ranges, "start"), _offsets_by_topic(ranges, "end")
         options = {
@@ -268,11 +271,17 @@ class KafkaRecords:
         return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """See `Records`. The context raises KafkaUnavailable, KafkaRefused or RecordsDeleted."""
+        """Return a context that turns Spark's failures to read Kafka into branchlake errors.
+
+        These are KafkaUnavailable, KafkaRefused and RecordsDeleted.
+        """
         return translate_spark_errors(self._cluster)
 
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
-        """See `Records`. Sends one request for each record."""
+        """Read single records with one request each, in the order of their positions.
+
+        Raises KafkaUnavailable if a record does not arrive within a minute.
+        """
         return [
             RawRecord(
                 partition.topic,
@@ -288,7 +297,10 @@ class KafkaRecords:
         ]
 
     def require_complete(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see the docstring
-        """See `Records`. The count is not checked: transactions and compaction leave gaps in the offsets."""
+        """Raise TopicReplaced if a topic has been deleted and created again since the plan.
+
+        The count is not checked, because transactions and compaction leave gaps in the offsets.
+        """
         _require_same_topics(ranges, self._topics.topic_ids({partition.topic for partition in ranges}))
 
 
@@ -307,9 +319,10 @@ class LandingRecords:
         self._landing = Landing(folder)
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`. Raises LandingDamaged, OffsetsGone, LandingUnavailable or TopicReplaced.
+        """Return the records of the ranges; the columns are `RECORD_COLUMNS` with the prefix `__`.
 
-        Spark reads the files later; if one is removed before that, the batch fails.
+        Spark reads the files later; if one is removed before that, the batch fails. Raises LandingDamaged,
+        OffsetsGone, LandingUnavailable or TopicReplaced.
         """
         _require_same_topics(ranges, self._topic_ids(ranges))
         files = [
@@ -353,11 +366,14 @@ class LandingRecords:
             ) from error
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """See `Records`. The context translates no errors."""
+        """Return a context that translates no errors: Spark's failures to read files pass through."""
         return nullcontext()
 
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
-        """See `Records`. Reads the whole file of each record."""
+        """Read single records, in the order of their positions. Reads the whole file of each record.
+
+        Raises OffsetsGone or LandingDamaged if a file is missing.
+        """
         fetched = []
         for partition, offset in sorted(positions):
             (file,) = self._landing.files_with_offsets(
@@ -384,11 +400,10 @@ class LandingRecords:
         return fetched
 
     def require_complete(self, ranges: Ranges, count: int) -> None:
-        """See `Records`.
+        """Raise LandingDamaged if `count` is not the number of offsets: landing files have no gaps.
 
-        Raises LandingDamaged if an offset is missing, because landing files have no gaps.
-
-        The read ignores records whose topic, partition or offset differs from the location of their file.
+        Records are missing if their topic, partition or offset differs from the location of their file: the
+        read ignores them. Raises TopicReplaced or LandingUnavailable too.
         """
         _require_same_topics(ranges, self._topic_ids(ranges))
         if count != (expected_count := count_offsets(ranges)):

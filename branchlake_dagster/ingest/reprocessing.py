@@ -59,10 +59,10 @@ from branchlake_dagster.tables.spark_frames import set_session_properties
 
 @dataclass(frozen=True)
 class DeadLetterSelection:
-    """A selection of dead letters: kinds of errors, a table, and when they were received.
+    """A selection of dead letters by kinds of errors, by dotted table name, and by the time of their receipt.
 
-    The time is from `since` on and before `until`. A field that is None or empty does not restrict the
-    selection. Dead letters that were reprocessed before are never selected.
+    The time of receipt is from `since` on and before `until`. A field that is None or empty does not restrict
+    the selection. Dead letters that were reprocessed before are never selected.
     """
 
     kinds: Sequence[str] = ()
@@ -71,13 +71,13 @@ class DeadLetterSelection:
     until: datetime | None = None
 
     def to_tag(self) -> str:
-        """Return the value of the run tag."""
+        """Return the selection as JSON, the value of a run tag."""
         times = {name: moment and moment.isoformat() for name, moment in self._times().items()}
         return json.dumps({"kinds": list(self.kinds), "table": self.table, **times})
 
     @classmethod
     def from_tag(cls, tag: str) -> DeadLetterSelection:
-        """Parse the value of the run tag."""
+        """Parse the JSON of `to_tag`."""
         fields = json.loads(tag)
         times = {
             name: datetime.fromisoformat(fields[name]) if fields[name] else None
@@ -89,10 +89,11 @@ class DeadLetterSelection:
         return {"since": self.since, "until": self.until}
 
     def to_sql(self, ingestion_tables: IngestionTables) -> tuple[str, dict[str, object]]:
-        """Return the condition in SQL, and its arguments.
+        """Return the selection as a SQL condition with named parameters, and their values.
 
-        The condition excludes the dead letters of merged tables, because a newer record may have replaced the
-        row.
+        The condition excludes dead letters of tables that do not have mode append, because a newer record may
+        have replaced the row. Raises ConfigurationError if `table` is not a table of the ingestion with mode
+        append.
         """
         ingest = ingestion_tables.ingest
         names = [name for name, table in ingestion_tables.declarations.items() if table.mode == "append"]
@@ -123,7 +124,7 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True)
 class ReprocessingResult:
-    """The result of reprocessing: the targets, and the scan of the dead letters."""
+    """The result of reprocessing: the targets, and the scan with the files and counts of the dead letters."""
 
     ingest: ExpandedIngest
     targets: BatchTargets
@@ -133,7 +134,10 @@ class ReprocessingResult:
 def count_dead_letters(
     session: SparkSession, ingestion_tables: IngestionTables, selection: DeadLetterSelection
 ) -> list[tuple[str | None, str, int]]:
-    """Count the selected dead letters by table and kind."""
+    """Count the selected dead letters. Returns tuples of table, kind and count, in this order.
+
+    The table is None for dead letters that no table has taken.
+    """
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = quote_spark_path(ingestion_tables.dead_letter_identifier)
     counts = session.sql(
@@ -153,9 +157,10 @@ def reprocess_batch(
 ) -> ReprocessingResult | None:
     """Reprocess the selected dead letters on the branch. A record that fails again is a new dead letter.
 
-    Returns None if an earlier attempt already did so, or if no dead letters are selected. Raises PositionLost
-    while a table is rolled back or filled again, which would add the same records, or if marks were lost.
-    Raises DeadLettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
+    Returns None if an earlier attempt of the run has already done this, or if no dead letters are selected.
+    Raises PositionLost while a table is rolled back or filled again, because this may add the same records,
+    or if marks of reprocessed dead letters were lost. Raises ConfigurationError for a selected table without
+    mode append, DeadLettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
     """
     tables, default_namespace = (
         IcebergTableFormat(batch_context.catalog),
@@ -328,8 +333,9 @@ _POSITION_COLUMNS = ("topic", "partition", "offset")
 
 
 def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ranges: Ranges) -> DataFrame:
-    """Add a column of the tables for which a dead letter of the record waits. "" stands for any table.
+    """Add the column `WAITING_TABLES`: an array of the tables for which a dead letter of the record waits.
 
+    The text "" in it stands for any table. The column is missing if no record has a waiting dead letter.
     A table that is filled again may by now be able to take such a record. Its dead letter would then add the
     row a second time when it is reprocessed. Cost: reads all waiting dead letters, and keeps those of the
     ranges.

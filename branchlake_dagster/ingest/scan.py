@@ -60,18 +60,26 @@ _byte_limits: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
 
 @dataclass
 class ScanResult:
-    """The result of a pass: data files by target, counts, and the latest time (ms) by `topic/partition`."""
+    """The result of a pass: data files, counts, and the latest times of records.
+
+    `files` has the data files by the target's index in `BatchTargets`; no table contains them yet. The names
+    of `counts` are paths, such as `records`, `dead/contract` or `rows/0`. `latest_ms` has the latest time by
+    `topic/partition`, in ms since 1970.
+    """
 
     files: dict[int, list[DataFile]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     latest_ms: dict[str, int] = field(default_factory=dict)
 
     def count_rows(self, target: int) -> int:
-        """Return the number of rows that were written for a target."""
+        """Return the number of rows that were written for the target with this index."""
         return self.counts[f"rows/{target}"]
 
     def evolution_needs(self) -> dict[int, EvolutionNeeds]:
-        """Return the schema changes that the records need, by target."""
+        """Return the schema changes that the records need, by the index of the target.
+
+        Targets that need no change are left out.
+        """
         names_by_need: dict[int, dict[str, set[str]]] = {}
         for name in self.counts:
             if name.startswith("evolve/"):
@@ -83,7 +91,10 @@ class ScanResult:
         }
 
     def new_route_names(self, families: Sequence[str]) -> dict[str, set[str]]:
-        """Return the route names of records whose tables do not exist yet, by family."""
+        """Return the route names of records whose tables do not exist yet, by the key of the family.
+
+        `families` are the keys of the families in the order of the ingestion.
+        """
         route_names: dict[str, set[str]] = {}
         for count_name in self.counts:
             if count_name.startswith("new/"):
@@ -100,10 +111,11 @@ def scan_records(
     min_offsets: Mapping[str, Offsets],
     work: Work,
 ) -> ScanResult:
-    """Convert the records, write them to data files of the targets, and count them.
+    """Convert the records, write them to data files of the targets, and count them. Commits nothing.
 
     `min_offsets` has the offsets below which each table takes no records. Stored records, which have a column
-    of their topic's incarnation, may be from several incarnations; those of topics are from one.
+    of their topic's incarnation, may be from several incarnations of a topic. Records that are read from
+    topics are from one incarnation of each.
     """
     session = records.sparkSession
     _limit_batch_bytes(session, _NO_BOUND if session in _small_record_sessions else _MAX_BYTES)
@@ -156,8 +168,8 @@ def build_worker_targets(
 ) -> list[WorkerTarget]:
     """Build the targets for the workers. The kept records are one of them only with `keeps_records`.
 
-    `staged` has, by target, the metadata of its staging table, and the columns of that table that hold
-    attributes of the record, by attribute.
+    `staged` maps the index of each target whose rows go to a staging table to a pair: the metadata of the
+    staging table as JSON, and the columns of that table for attributes of the record, by attribute.
     """
     rows = row_columns(targets.tables)
     table_targets = [
@@ -263,7 +275,10 @@ def _try_delete(io: FileIO, path: str) -> Exception | None:
 def delete_on_failure(
     scanned: ScanResult, targets: BatchTargets, numbers: Collection[int] | None = None
 ) -> Iterator[None]:
-    """Delete the data files if the block fails, unless a commit may have happened nevertheless."""
+    """Delete the data files of a pass if the block raises, or only those of the targets `numbers`.
+
+    After an OutcomeUnknown they are kept, because a commit may have added them to tables.
+    """
     try:
         yield
     except Exception as error:
@@ -333,7 +348,10 @@ def find_data_folder(metadata: TableMetadata) -> str | None:
 
 
 def list_named_files(io: FileIO, folder: str, parts: Collection[str]) -> list[str]:
-    """Return the locations of all files below a folder whose name contains one of `parts`."""
+    """Return the locations of all files below a folder whose name contains one of `parts`.
+
+    Returns [] for an `io` that is not PyArrow's, because it cannot list files.
+    """
     if not isinstance(io, PyArrowFileIO):
         return []
     scheme, netloc, root = io.parse_location(folder, io.properties)

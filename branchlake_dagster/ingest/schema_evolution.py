@@ -129,9 +129,11 @@ def build_targets(
     record_format: Format,
     left_out: dict[str, set[str]] | None = None,
 ) -> BatchTargets:
-    """Build the targets. Missing tables are created with the types of the records of `frame`.
+    """Build the targets, and create missing tables on the branch if the ingestion may create tables.
 
-    `left_out` gets the fields that could not become columns, by table.
+    A created table has the declared columns, or the fields of the records of `frame`. With `evolve="add"`,
+    existing tables get columns for the fields of the format's schema, if it has one. The fields that could
+    not become columns are added to `left_out`, by table.
     """
     ingest, schemas = ingestion_tables.ingest, {}
     for name, declaration in ingestion_tables.declarations.items():
@@ -169,7 +171,10 @@ def build_targets(
 def _missing_fields(
     ingest: Ingest, record_format: Format, targets: BatchTargets
 ) -> dict[int, EvolutionNeeds]:
-    """Return the fields of the values' schema that have no column in a table, by target."""
+    """Return the fields of the format's schema that have no column in a target, by the target's index.
+
+    The result is empty if the ingestion adds no columns, or if the format has no schema, as JSON.
+    """
     if "add" not in ingest.evolve:
         return {}
     names = record_format.schema_field_names(has_envelope=ingest.envelope is not None)
@@ -224,7 +229,7 @@ def _evolve_targets(
 
 
 def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """Format one sentence for each table, with some of the names."""
+    """Format one sentence for each table about its fields that did not become columns."""
     sentences = []
     for table, names in sorted(left_out.items()):
         if names:

@@ -50,9 +50,10 @@ def interpret_when(
 def first_reason(
     kind: str, branches: Sequence[tuple[Expression, str]]
 ) -> list[tuple[Expression, Expression]]:
-    """Build one branch for `build_case` from many conditions with texts.
+    """Build one branch for `build_case` from conditions, each with the text of its reason.
 
-    The first condition that holds counts.
+    Returns a list with this branch; [] without conditions. The branch applies if any condition holds. Its
+    reason has the text of the first condition that holds.
     """
     if not branches:
         return []
@@ -114,7 +115,7 @@ def no_reason() -> Expression:
 
 
 def build_case(branches: Sequence[tuple[Expression, Expression]], otherwise: Expression) -> Expression:
-    """Build a CASE WHEN expression with any number of branches, also none."""
+    """Build a CASE WHEN expression from pairs of a condition and a value, also from none."""
     if not branches:
         return otherwise
     (condition, value), rest = branches[0], branches[1:]
@@ -213,7 +214,7 @@ def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> 
 def _parse_name_mapping(
     properties: Mapping[str, str], schema: Schema, table: str
 ) -> dict[int, tuple[str, ...]]:
-    """Return the mapped names of top-level columns, by field id."""
+    """Return the mapped names of top-level columns, by field id; {} if the table has no name mapping."""
     mapping_json = properties.get(NAME_MAPPING)
     if mapping_json is None:
         return {}

@@ -23,13 +23,13 @@ from branchlake_dagster.settings import Settings
 
 
 class LandingTopics:
-    """The `Topics` of a landing folder. The incarnation is the topic's `topic-id`."""
+    """The `Topics` of a landing folder. A topic's incarnation is the id in its file `topic-id`."""
 
     def __init__(self, folder: Path) -> None:
         self._landing = Landing(folder)
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """See `Topics`.
+        """Return the present state of these topics, by name.
 
         Raises LandingUnavailable for a topic that no receiver has created yet, or LandingDamaged.
         """
@@ -54,7 +54,10 @@ class LandingTopics:
         return Topic(name, incarnation, begins, {number: span[1] for number, span in spans.items()})
 
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
-        """See `Topics`. The time of a record is the time of its receipt."""
+        """Return the offset of the first record since a time, by partition; the end if there is none.
+
+        The time of a record is the time of its receipt.
+        """
         return {
             partition: self._first_since(topic, partition.partition, moment)
             for partition in topic.partitions()
@@ -69,7 +72,7 @@ class LandingTopics:
         return topic.ends[partition]
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
-        """See `Topics`. Always raises ConfigurationError."""
+        """Raise ConfigurationError always: a landing folder has no consumer groups."""
         raise ConfigurationError(
             f"A landing folder has no consumer groups, so {group} cannot have offsets in"
             f" {', '.join(topics)}.",
@@ -77,7 +80,7 @@ class LandingTopics:
         )
 
     def earliest_time(self, offsets: Offsets) -> datetime | None:
-        """See `Topics`."""
+        """Return the earliest time of the records at these offsets; None if no record has a valid time."""
         record_times = []
         for partition, offset in offsets.items():
             file = self._file_of_offset(partition.topic, partition.partition, offset)
@@ -96,14 +99,11 @@ class LandingTopics:
         )
 
     def report_offsets(self, group: str, offsets: Offsets) -> None:
-        """See `Topics`.
-
-        Does nothing, because a folder has no consumer groups. The topic's asset shows the lag.
-        """
+        """Do nothing, because a folder has no consumer groups. The topic's asset shows the lag."""
 
 
 def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
-    """Convert a time. Return None for null, and for a time outside of the years 1 to 9999."""
+    """Convert a time to a datetime in UTC. Return None for null and for years outside of 1 to 9999."""
     try:
         time: datetime | None = at.as_py()
     except (ValueError, OverflowError):
@@ -112,7 +112,10 @@ def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
 
 
 def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:
-    """Return the offsets that all ingestions have reached, for the partitions that all have begun."""
+    """Return the least offset of each partition, for the partitions that all of `positions` have.
+
+    `positions` are the offsets that each ingestion has reached.
+    """
     offset_maps = list(positions)
     shared_partitions = (
         set.intersection(*(set(partition) for partition in offset_maps)) if offset_maps else set()
@@ -123,10 +126,11 @@ def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:
 def remove_read_files(
     landing: Landing, topics: Iterable[Topic], read_offsets: Offsets, *, finished_before: float
 ) -> list[LandingFile]:
-    """Remove the files that were read and finished before a time (s since 1970). Return the removed files.
+    """Remove the files whose records were all read and that were finished before a time (s since 1970).
 
-    `read_offsets` are the offsets that `main` has. Files of another incarnation of a topic are not removed.
-    The newest file of a partition stays, because its name has the next offset.
+    Returns the removed files. `read_offsets` are the offsets that the tables on `main` have reached. A
+    partition of another incarnation than theirs loses no files. The newest file of a partition stays, because
+    its name shows the next offset.
     """
     removed = []
     for topic in topics:
@@ -141,7 +145,10 @@ def remove_read_files(
 
 
 def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_before: float) -> int:
-    """Return the first offset that must be kept."""
+    """Return the first offset that must be kept; 0 if no file may be removed.
+
+    `files` are in the order of their offsets.
+    """
     first_kept = 0
     for file in files:
         if file.last >= read_offset or file.path.stat().st_mtime >= finished_before:
@@ -152,14 +159,18 @@ def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_befo
 
 @dataclass(frozen=True)
 class TopicSource:
-    """The topics of an ingestion, and the source of their records."""
+    """The source of an ingestion: `topics` describes its topics, and `records` reads their records."""
 
     topics: Topics
     records: Records
 
 
 def open_topic_source(ingest: Ingest, settings: Settings) -> TopicSource:
-    """Open Kafka or the landing folder. Raises ConfigurationError, SecretWithoutTls or MissingExtra."""
+    """Return the source of an ingestion: the Kafka cluster or the landing folder of the settings.
+
+    Raises ConfigurationError, MissingExtra, or SecretWithoutTls if Kafka's password would be sent to Spark
+    without TLS.
+    """
     if ingest.source == "landing":
         folder = settings.landing_folder
         return TopicSource(LandingTopics(folder), LandingRecords(folder))

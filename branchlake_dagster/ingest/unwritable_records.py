@@ -28,7 +28,7 @@ from branchlake_dagster.tables.errors import ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.wording import format_count
 
 UNWRITABLE = "unwritable"
-"""The kind of these dead letters."""
+"""The `error_kind` of dead letters of records that fail a batch even alone."""
 _DATA_ERRORS = (ColumnUnsupported, SchemaMismatch, TableTooNarrow)
 _OTHER_ERRORS = (OSError, MemoryError, CommitFailedException, CommitStateUnknownException)
 _CAUSE = re.compile(
@@ -50,7 +50,10 @@ def is_caused_by_records(error: Exception) -> bool:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the innermost cause in an error's text, which may be a stack trace. At most 500 characters."""
+    """Return the innermost cause in an error's text, which may be a stack trace.
+
+    Credentials are removed. The result has one line of at most 500 characters.
+    """
     causes = _CAUSE.findall(str(error))
     reason = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return without_credentials(reason.strip())[:_MAX_LENGTH]
@@ -72,9 +75,10 @@ def format_note(unwritable: Mapping[RecordPosition, Exception]) -> str:
 
 @dataclass(frozen=True)
 class UnwritableRecord:
-    """A record that fails even alone. `tables` are the tables that the dead letter is for.
+    """A record that fails a batch even alone. It becomes one dead letter for each of `tables`.
 
-    If `tables` is None, the dead letter is for all tables that take the record.
+    If `tables` is None, it becomes one dead letter for all tables that take the record. If `tables` is empty,
+    it already has a dead letter.
     """
 
     record: RawRecord
@@ -86,9 +90,9 @@ class UnwritableRecord:
 def build_dead_letters(
     records: Iterable[UnwritableRecord], *, batch_id: str, received_at_us: int
 ) -> dict[str, pa.Array]:
-    """Build the dead letters of these records, as columns.
+    """Build the dead letters of these records, as arrays by column name.
 
-    A record has one dead letter for each of its tables.
+    A record has one dead letter for each of its `tables`, or one with a null table if they are None.
     """
     rows = [
         {
@@ -139,9 +143,9 @@ def dead_letter_targets(
 ) -> Sequence[str] | None:
     """Return the tables that the dead letter of a record is for, or None for all that take the record.
 
-    `min_offsets` has the offsets below which each table takes no records. It is empty unless tables are
-    filled again. During a refill the other tables have the record, or it is already a dead letter, so only
-    the refilled tables may take it.
+    Returns () if the record already has a dead letter. `min_offsets` has the offsets below which each table
+    takes no records. It is empty unless tables are filled again. Then the other tables have the record, or
+    it is already a dead letter, so only the tables that are filled again may take it.
     """
     partition, offset = position
     if offset >= min_offsets.get(dead_letter_table_name, {}).get(partition, 0):

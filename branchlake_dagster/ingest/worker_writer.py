@@ -27,6 +27,7 @@ from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
+"""The schema of a task's result: a row for each data file (pickled), and one row with its counts (JSON)."""
 SCHEMA_VERSION = 1
 """The schema version of dead letters and kept records."""
 _RECORD_ATTRIBUTES, _BAD_ATTRIBUTES = (
@@ -47,8 +48,9 @@ _FLUSH_BYTES = 128 << 20
 class WorkerTarget:
     """A table as a worker needs it.
 
-    `attributes` are the columns that take attributes of the record, for a staging table also its operation
-    and offset.
+    `metadata_json` is the metadata of the table to which the rows are written, which may be a staging table.
+    `attributes` maps columns to the attributes of the record that fill them, for a staging table also to its
+    operation and offset. `name` is the dotted name of the table.
     """
 
     metadata_json: str
@@ -62,10 +64,11 @@ class WorkerTarget:
 
 @dataclass(frozen=True)
 class Work:
-    """What all tasks of a batch have in common. `io` has the warehouse's properties, including secrets.
+    """The description of a scan that all its tasks get.
 
-    `topics` and `incarnations` have the same order. The targets are the tables, then the dead letters, and
-    the kept records if `keeps_records`.
+    `topics` and `incarnations` have the same order. `targets` are the tables, then the dead letters, then the
+    kept records if `keeps_records`. `io` has the FileIO properties of the warehouse, including secrets.
+    `received_at_us` is the start of the batch in µs since 1970.
     """
 
     batch_id: str
@@ -90,17 +93,20 @@ class Work:
 
     @property
     def dead_letter_number(self) -> int:
-        """Return the number of the table of dead letters."""
+        """The index of the dead letters in `targets`."""
         return next(number for number, target in enumerate(self.targets) if target.row is None)
 
     @property
     def file_name_part(self) -> str:
-        """Return the part of the file name that only the data files of this scan have."""
+        """The part of file names by which the data files of this scan are recognized."""
         return f"-{self.scan_id[:8]}-{self.scan_id[8:12]}-{self.scan_id[12:]}-"
 
 
 def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Build the function for `DataFrame.mapInArrow`."""
+    """Build the function for `DataFrame.mapInArrow` that writes the records of one task.
+
+    It yields a single batch in the schema `SENT_BACK`.
+    """
 
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         task = _Task(work)
@@ -150,14 +156,14 @@ def _without_invalid_times(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _is_in_set(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
-    """Return for each record whether the bit of the table `number` is set in the columns of `what`."""
+    """Return for each record whether the bit of table `number` is set in the columns `__<what>_0`, …."""
     bits = batch.column(f"__{what}_{number // TABLES_PER_SET}")
     bit = pa.scalar(1 << number % TABLES_PER_SET, pa.int64())
     return pc.not_equal(pc.bit_wise_and(bits, bit), pa.scalar(0, pa.int64()))
 
 
 class _Task:
-    """The part of the batch that one task writes."""
+    """Writes the records of one Spark task, and counts them."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -356,9 +362,9 @@ class _Task:
             self._counts[f"dead/{kind}"] += number
 
     def _table_of(self, rest: pa.StructArray, name: str | None) -> pa.Array:
-        """Return the tables that dead letters are for.
+        """Return the table of each dead letter: `name`, or null if no table takes the record.
 
-        A reprocessed one for which there is none keeps its table.
+        A reprocessed dead letter that no table takes keeps its earlier table.
         """
         if name is None and self._work.is_reprocessing:
             # Without its table, the dead letter would be for any table. Reprocessed again, it could be added
@@ -375,7 +381,7 @@ class _Task:
         self._sent += [("file", number, pickle.dumps(data_file)) for data_file in table.flush()]
 
     def finish(self) -> pa.RecordBatch:
-        """Write the remaining rows, and return everything that the task sends back."""
+        """Write the remaining rows, and return the data files and counts of the task, in `SENT_BACK`."""
         for number, table in enumerate(self._tables):
             self._flush(number, table)
         summary = {"counts": dict(self._counts), "latest": self._latest}
@@ -461,7 +467,7 @@ class _TableWriter:
         return self.fit_columns(values, len(structs))
 
     def fit_columns(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
-        """Return the columns in the table's types and order. Missing columns are null."""
+        """Return a batch with the columns in the table's types and order. Missing columns are null."""
         columns = []
         for target_field in self._schema:
             column = values.get(target_field.name)
@@ -480,7 +486,7 @@ class _TableWriter:
         self.bytes += rows.nbytes
 
     def flush(self) -> Iterator[DataFile]:
-        """Write the added rows to data files."""
+        """Write the added rows to data files, and yield these. Yields nothing without rows."""
         if not self._batches:
             return
         rows, self._batches, self.bytes = pa.Table.from_batches(self._batches), [], 0
@@ -500,7 +506,7 @@ def _cast_column(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _uuid_bytes(uuids: pa.StringArray) -> pa.FixedSizeBinaryArray:
-    """Convert UUIDs in hexadecimal, with or without dashes, to 16 bytes each."""
+    """Convert UUIDs in hexadecimal, with or without dashes, to 16 bytes each. Null stays null."""
     digits = pc.fill_null(pc.replace_substring(uuids, "-", ""), "0" * 32)
     digit_list = pa.ListArray.from_arrays(pa.array([0, len(digits)], pa.int32()), digits)
     joined = bytes.fromhex(pc.binary_join(digit_list, "")[0].as_py())

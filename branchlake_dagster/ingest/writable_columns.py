@@ -85,8 +85,9 @@ _PLAIN_TYPES: dict[str, DataType] = {
 def parse_variant_type(type_text: str) -> DataType:
     """Parse the text of a variant's type, such as ``OBJECT<id: BIGINT, tags: ARRAY<STRING>>``.
 
-    Types below `MAX_LEVELS`, and types that JSON values do not have, become `VariantType`. Decimals become
-    `DoubleType`, because the next record may have more digits. Raises ValueError for another grammar.
+    Types nested deeper than `MAX_LEVELS`, and types that JSON values do not have, become `VariantType`.
+    Decimals become `DoubleType`, because the next record may have more digits. Raises ValueError if the text
+    has another grammar.
     """
     kind, end = _parse_type(type_text, 0, 0)
     if end != len(type_text):
@@ -159,8 +160,8 @@ def infer_field_types(
     `condition` selects the records, and `only_fields` the fields. For a format with a schema the types are
     those of the schema. For JSON they come from the first 10,000 records, or from all with `all_records`:
     whole numbers are bigint, other numbers double, and a field with values of several types is text. A field
-    without a value in these records is left out, as are the fields of records that are too deep
-    (`is_deep_json`).
+    without a value in these records is left out. Records that are nested too deeply (`is_deep_json`) are not
+    used.
 
     Raises ColumnsUnknown if no field is found and `only_fields` is None.
     """
@@ -237,14 +238,14 @@ def select_new_columns(
 ) -> tuple[list[StructField], list[str]]:
     """Select the fields that can become columns, at most `max_columns`.
 
-    Also return the names of the others.
+    Returns the selected fields, and the names of all other fields.
 
     Column names must not collide with each other or with `reserved`. Spark ignores the case of column names,
     and Iceberg identifies nested fields by dotted paths. So of `a` and `A`, or of a field `a.b` and a column
     `a` with a field `b`, the first one is selected. Parquet files replace characters that Avro does not
     allow, so `☃` and `_x2603` collide too.
 
-    A field that a worker could not write is left out. To find such fields costs a test file of one row.
+    A field that a worker could not write is not selected. To find such fields costs a test file of one row.
     """
     used_paths = {_fold_path(name) for name in reserved}
     candidates: list[StructField] = []
@@ -267,7 +268,10 @@ def select_new_columns(
 
 
 def _writable_fields(fields: Sequence[StructField]) -> list[StructField]:
-    """Return the fields that PyIceberg can write to a file. If writing fails, each half is tried."""
+    """Return the fields that PyIceberg can write to a file, in order.
+
+    If writing all fields together fails, each half is tried alone.
+    """
     if not fields or _is_writable(fields):
         return list(fields)
     if len(fields) == 1:
@@ -362,9 +366,10 @@ _UUID = "[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-f
 
 
 def column_bounds(target: Target) -> ColumnBounds:
-    """Return the rules for values of a table's columns that Spark's type does not check.
+    """Return the rules for the values of a table that Spark's column types do not check.
 
-    The result is hashable.
+    These are ranges of dates and times, the form of UUIDs, lengths of fixed columns, and numbers that are
+    partition values. The result is hashable.
     """
     schema, spec = target.table.schema(), target.table.spec()
     identity_sources = {
@@ -395,7 +400,7 @@ def _kind_of(schema: Schema, column: str) -> IcebergType | None:
 
 
 def text_bounds(target: Target) -> ColumnBounds:
-    """Return the rules that text is valid UTF-8. Some formats do not check it: Avro takes any bytes."""
+    """Return the rule `utf8` for each text column. Some formats do not check text: Avro takes any bytes."""
     schema = target.table.schema()
     return tuple(
         (column.name, "utf8")
