@@ -86,7 +86,11 @@ class HttpConfig:
 
 
 class _InvalidPageError(Exception):
-    """The answer is not a valid page. `after_s` are the seconds to wait, None for the usual pause."""
+    """The answer is not a valid page.
+
+    `kind` is the name of the count of such failures. `after_s` is the number of seconds to wait before the
+    next request, None for the usual pause.
+    """
 
     def __init__(self, kind: str, message: str, after_s: float | None = None) -> None:
         super().__init__(message)
@@ -165,7 +169,7 @@ class HttpSource:
         self.task = None
 
     def update_counts(self) -> None:
-        """Does nothing: there are no counts outside this process."""
+        """Do nothing, because the operating system keeps no counts for HTTP."""
 
     async def _poll_forever(self) -> None:
         import aiohttp
@@ -197,9 +201,9 @@ class HttpSource:
                     await self._sleep(self.config.pause_s)
 
     async def _look_back(self, session: aiohttp.ClientSession) -> None:
-        """Request the items before the cursor again, to receive late ones. The cursor does not move.
+        """Request the items before the cursor again, to receive items that appeared late.
 
-        After a failure the next call continues where this one stopped.
+        The cursor never moves back. After a failure the next call continues where this one stopped.
         """
         while self._look_back_range is not None:
             since, end = self._look_back_range
@@ -210,7 +214,11 @@ class HttpSource:
     async def _read_page(
         self, session: aiohttp.ClientSession, since: int, wait_ms: int
     ) -> tuple[int, int | None]:
-        """Read one page and buffer its new items. Return their number and the highest cursor on the page."""
+        """Read one page, put its new items into the buffer, and move the cursor to the page's highest cursor.
+
+        Returns the number of new items, and the highest cursor on the page, None without one. Raises
+        _InvalidPageError.
+        """
         body = await self._get(session, since, wait_ms)
         items = list(self._parse_items(body))
         self._counts.events["requests_ok"] += 1
@@ -288,7 +296,10 @@ class HttpSource:
         )
 
     def _parse_retry_after(self, header: str | None) -> float | None:
-        """Parse a ``Retry-After`` header, a number of seconds or a date (RFC 9110). Return seconds."""
+        """Parse a ``Retry-After`` header, a number of seconds or a date (RFC 9110).
+
+        Returns the seconds to wait, at most `most_retry_after_s`, or None without a valid header.
+        """
         if header is None:
             return None
         try:

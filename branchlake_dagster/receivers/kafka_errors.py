@@ -25,7 +25,10 @@ _ADVICE = ", verify that ssl.ca.location"
 
 
 class Cause(Enum):
-    """Why brokers cannot be used. In messages the value stands between the broker and the request."""
+    """The kinds of causes for which brokers cannot be used.
+
+    The value is the predicate of an error message, such as "Kafka at host:9092 did not answer for …".
+    """
 
     CREDENTIALS = "refused the credentials"
     TRUST = "could not be trusted"
@@ -89,7 +92,10 @@ class BrokerErrors:
 
     @property
     def is_final(self) -> bool:
-        """Whether all brokers are down, and one of them refused this request for good."""
+        """Whether it is useless to wait longer for the answer of this request.
+
+        This is so if all brokers are down and one of them has refused the client for good.
+        """
         from confluent_kafka import KafkaError
 
         refusals = self._current_errors.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}

@@ -175,7 +175,11 @@ class KafkaSink:
             ) from error
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - for logs
-        """Produce the records and wait for the delivery report of each."""
+        """Produce the records and wait until the broker has confirmed each.
+
+        Raises NotHandedOver for records that were refused or not confirmed in time. Raises NotConfirmed if
+        `stop_waiting` was called before the broker has confirmed all records.
+        """
         for number, part in enumerate(parts := list(_split_at_cursors(records))):
             try:
                 self._produce_part(part)
@@ -315,7 +319,10 @@ class KafkaSink:
         return headers if record.cursor is None else [*headers, (CURSOR_HEADER, record.cursor)]
 
     def _read_resume_state(self) -> ResumeState:
-        """Read this receiver's last cursor and digests of its last values from the end of the partition."""
+        """Read this receiver's last cursor and the digests of its last values from the end of the partition.
+
+        Reads ever longer ends until one has a cursor, at most the whole partition.
+        """
         import confluent_kafka as ck
 
         consumer_options = {k: v for k, v in self._options.items() if k not in _PRODUCER_ONLY_OPTIONS}

@@ -51,7 +51,7 @@ _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 
 
 class LandingDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Files of a partition are missing, overlap, or contradict the log."""
+    """Files of a landing folder are missing, overlap, or contradict the offsets that its log records."""
 
 
 class OffsetsGone(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -147,7 +147,7 @@ class Landing:
         return self.topic_folder(topic) / str(partition)
 
     def partitions(self, topic: str) -> list[int]:
-        """Return the numbers of the existing partitions, in order."""
+        """Return the numbers of the existing partitions, in order. Raises the errors of `topic_id`."""
         self.topic_id(topic)
         names = (path.name for path in self.topic_folder(topic).iterdir() if path.is_dir())
         return sorted(int(name) for name in names if name.isdecimal())
@@ -162,16 +162,21 @@ class Landing:
         return [self._landing_file(topic, partition, span) for span in self._spans(topic, partition)]
 
     def offsets(self, topic: str, partition: int) -> tuple[int, int]:
-        """Return the first existing offset and the next offset. They are equal if there are no files."""
+        """Return the first existing offset and the next offset; (0, 0) if there are no files.
+
+        Raises LandingDamaged as `files` does.
+        """
         spans = self._spans(topic, partition)
         return (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
 
     def files_with_offsets(self, topic: str, partition: int, start: int, end: int) -> list[LandingFile]:
-        """Return the files with the offsets from `start` to before `end`. They may have more offsets.
+        """Return the files that have the offsets from `start` to before `end`, in order.
+
+        The first and the last file may have more offsets.
 
         Raises:
             OffsetsGone: Some of these offsets do not exist.
-
+            LandingDamaged: Files overlap, or there is a gap between two of them.
         """
         if start >= end:
             return []
@@ -231,7 +236,7 @@ class Landing:
 
 
 def file_name(first: int, last: int) -> str:
-    """Return the name of the file with these offsets."""
+    """Return the name of the file with these first and last offsets, each in 20 digits."""
     return f"{first:0{_DIGITS}}-{last:0{_DIGITS}}.parquet"
 
 

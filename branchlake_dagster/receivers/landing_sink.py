@@ -158,7 +158,7 @@ class LandingSink:
         )
 
     def stop_waiting(self) -> None:
-        """Does nothing: writing a file waits for no other process."""
+        """Do nothing: writing a file waits for no other process."""
 
     def close(self) -> None:
         """Close the files and unlock the partition."""
@@ -244,7 +244,10 @@ class LandingSink:
             ) from error
 
     def _read_logged_offset(self) -> int:
-        """Read the next offset from the end of the log, which all partitions of the topic share."""
+        """Read the next offset of this partition from the end of the topic's log; 0 if it is not there.
+
+        All partitions of the topic share the log.
+        """
         next_offset = 0
         log = self.landing.topic_folder(self.topic) / LOG_FILE
         for entry in (*_read_last_entries(earlier_log(log)), *_read_last_entries(log)):
@@ -255,7 +258,7 @@ class LandingSink:
         return next_offset
 
     def _require_unused(self, recorded_offset: int, source: str) -> None:
-        """Raise LandingDamaged if offsets would be used a second time."""
+        """Raise LandingDamaged if the files end before `recorded_offset`: offsets would be used again."""
         if recorded_offset > self._next_offset:
             raise LandingDamaged(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} ends before"
@@ -296,7 +299,7 @@ class LandingSink:
                 os.close(descriptor)
 
     def _read_resume_state(self) -> ResumeState:
-        """Read this receiver's last cursor and the digests of its last values."""
+        """Read this receiver's last cursor and the digests of its last values from its newest files."""
         cursor: bytes | None = None
         value_digests: list[bytes] = []
         for file in reversed(self.landing.files(self.topic, self.partition)):

@@ -49,10 +49,10 @@ class TopicCounts:
 
 @dataclass(frozen=True)
 class MonitorReport:
-    """The report of the monitor of one receiver process; `counts` are by topic.
+    """The report of the monitor of one receiver process. `counts` has the counts by topic.
 
-    `state` and `reasons` come from its `/health`: `unknown` if that has none, and `silent` if the monitor did
-    not answer at all.
+    `state` and `reasons` are those of its `/health`. The state is `unknown` if only `/health` cannot be read,
+    and `silent` if `/metrics` cannot be read.
     """
 
     address: str
@@ -62,7 +62,7 @@ class MonitorReport:
 
     @property
     def silent(self) -> bool:
-        """Whether the monitor did not answer."""
+        """Whether the monitor did not answer with metrics."""
         return self.state == "silent"
 
 
@@ -197,7 +197,7 @@ async def serve_metrics(receivers: Receivers, host: str, port: int) -> AsyncIter
 
     ``/health`` is 200 when ready or degraded (a restart would not help, and would lose the buffered records),
     503 while starting or draining; its JSON has ``state`` and ``reasons``. ``/metrics`` is Prometheus' text
-    format.
+    format. Raises ConfigurationError if the port is not free, or MissingExtra.
     """
     require_modules("receive", "aiohttp", "prometheus_client", needed_by="Monitoring of receivers")
     from aiohttp import web

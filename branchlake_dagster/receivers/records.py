@@ -26,9 +26,10 @@ RECEIVER_HEADER, PROTOCOL_HEADER, RECEIVED_NS_HEADER, SOURCE_HEADER, CURSOR_HEAD
 
 
 class Record(NamedTuple):
-    """One received message.
+    """One received message. `received_ns` is the time of its receipt in ns since 1970.
 
-    ``cursor`` (HTTP only) is the cursor to continue from if this is the last record of the sink.
+    ``source`` is the sender's address, or the URL that was requested. ``cursor`` (HTTP only) is the cursor
+    from which the receiver continues if this is the last record in the sink.
     """
 
     value: bytes
@@ -39,7 +40,7 @@ class Record(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """The limits of one write of a sink: number, size or age of records, whichever is reached first."""
+    """The limits of one write of a sink: number, bytes or age of records, whichever is reached first."""
 
     records: int
     size_bytes: int
@@ -55,19 +56,23 @@ class ReceiverOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The last cursor of a receiver in its sink, and the digests of its last values (`digest_value`)."""
+    """The state from which a restarted receiver continues, as its sink has stored it.
+
+    It has the cursor of the receiver's last record, None without one, and the digests of its last values
+    (`digest_value`), oldest first.
+    """
 
     cursor: bytes | None = None
     value_digests: tuple[bytes, ...] = ()
 
 
 def digest_value(value: bytes) -> bytes:
-    """Return the digest by which a value is remembered."""
+    """Return the digest (16 bytes) by which a source recognizes a value that it has received before."""
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
 class NotHandedOver(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """A sink did not accept these records. The same call with them may be repeated."""
+    """A sink did not store these records (`records`). The same call with them may be repeated."""
 
     def __init__(self, message: str, records: Sequence[Record], *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -75,7 +80,7 @@ class NotHandedOver(BranchlakeError, Transient):  # noqa: N818 - named like the 
 
 
 class NotConfirmed(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """A sink had to stop before these records were confirmed. They may or may not be stored."""
+    """A sink had to stop before these records (`records`) were confirmed. They may or may not be stored."""
 
     def __init__(self, message: str, records: Sequence[Record]) -> None:
         super().__init__(message)
@@ -83,7 +88,7 @@ class NotConfirmed(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like 
 
 
 class PartitionTaken(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Another receiver writes to this partition."""
+    """Another receiver already writes to this partition of the landing folder."""
 
 
 class Sink(Protocol):
@@ -108,9 +113,9 @@ class Sink(Protocol):
         ``dropped`` is the number of records that were dropped so far, for the sink's log.
 
         Raises:
-            NotHandedOver: Its records are not stored; the other ones are.
-            NotConfirmed: Its records may or may not be stored; for example, `stop_waiting` was called.
-
+            NotHandedOver: The records of the error are not stored; all others are.
+            NotConfirmed: The records of the error may or may not be stored, for example because
+                `stop_waiting` was called. All others are stored.
         """
 
     def stop_waiting(self) -> None:
@@ -129,13 +134,17 @@ DELAYS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 @dataclass
 class DelayHistogram:
-    """The number of records by their delay from receipt until they are durable, in classes."""
+    """The number of records by their delay from receipt until they are durable.
+
+    `classes` has a number for each bound in `DELAYS_S`, and one for longer delays. `total_s` is the sum of
+    all delays in seconds.
+    """
 
     classes: list[int] = field(default_factory=lambda: [0] * (len(DELAYS_S) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: npt.NDArray[np.float64]) -> None:
-        """Count delays."""
+        """Add delays in seconds to their classes and to the sum."""
         class_counts = np.bincount(np.searchsorted(DELAYS_S, seconds), minlength=len(self.classes))
         self.classes = [
             old_count + int(new_count)
@@ -240,7 +249,8 @@ class Buffer:
     async def take(self, roll: Roll) -> list[Record]:
         """Remove and return the next records, up to the limits of `roll`.
 
-        Waits until a limit is reached. Returns an empty list if the buffer is closed and empty.
+        Waits until one limit is reached, or until the buffer is full or closed. Returns an empty list only if
+        the buffer is closed and empty.
         """
         loop = asyncio.get_running_loop()
         self._wanted_roll = roll

@@ -42,7 +42,7 @@ class ReceiverSource(Protocol):
 
     @property
     def resumes(self) -> bool:
-        """Whether the source continues from the records that the sink already has."""
+        """Whether the source can continue after the last record in the sink. Then `resume` gets its state."""
 
     @property
     def address(self) -> str:
@@ -109,7 +109,7 @@ class Intake:
 
     @property
     def waiting(self) -> int:
-        """The number of records that are received and not yet handed over."""
+        """The number of records that are in the buffer or being written."""
         return len(self.buffer) + len(self._current_batch)
 
     async def run(self) -> None:
@@ -187,7 +187,7 @@ class Intake:
         self._current_batch = []
 
     def close(self) -> bool:
-        """Close the sink. Return False if its thread still writes; the sink then stays open."""
+        """Close the sink and return True. If its thread still writes, leave it open and return False."""
         is_free = self._thread_is_free()
         if is_free:
             self.sink.close()
@@ -214,7 +214,11 @@ HealthState = Literal["starting", "ready", "degraded", "draining"]
 
 @dataclass(frozen=True)
 class Health:
-    """The state of a receiver process, and the reasons if it is degraded."""
+    """The state of a receiver process, and its current problems.
+
+    The state is `degraded` if the process is ready but has problems. While it starts or drains, `reasons` may
+    have problems too.
+    """
 
     state: HealthState
     reasons: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ class AllowedPeers:
         return cls(tuple(parsed_networks))
 
     def permits(self, host: str) -> bool:
-        """Return whether a numeric address may send."""
+        """Return whether messages from a numeric IP address are accepted."""
         if not self.networks:
             return True
         address = ip_address(host.partition("%")[0])
@@ -113,7 +113,7 @@ class UdpSource:
         return "" if self._socket is None else "{}:{}".format(*self._socket.getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Does nothing: UDP senders do not repeat messages."""
+        """Do nothing, because UDP senders do not repeat messages."""
 
     async def start(self) -> None:
         """Start to listen. Raises ConfigurationError if the address is not available."""
@@ -161,7 +161,7 @@ class UdpSource:
         self._socket = None
 
     def update_counts(self) -> None:
-        """Read the number of datagrams that the kernel has dropped from this socket."""
+        """Update the number of datagrams that the kernel has dropped from this socket."""
         if self._socket is not None:
             self._counts.dropped["kernel"] = count_kernel_drops(os.fstat(self._socket.fileno()).st_ino)
 
@@ -286,7 +286,7 @@ class TcpSource:
         return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Does nothing: TCP senders do not repeat messages."""
+        """Do nothing, because TCP senders do not repeat messages."""
 
     async def start(self) -> None:
         """Start to listen. Raises ConfigurationError if the address is not available."""
@@ -317,7 +317,7 @@ class TcpSource:
         self._server = None
 
     def update_counts(self) -> None:
-        """Does nothing: there are no counts outside this process."""
+        """Do nothing, because the operating system keeps no counts for TCP that are needed."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -380,7 +380,7 @@ class _TcpConnection:
 
     @property
     def incomplete_bytes(self) -> int:
-        """The number of bytes of an incomplete frame."""
+        """The number of bytes of the last frame, which is not complete yet; 0 between two frames."""
         return len(self._data)
 
     def finish(self) -> None:
@@ -390,7 +390,10 @@ class _TcpConnection:
             self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_STREAM_READ_S)
 
     async def read(self, put_frames: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
-        """Pass frames to `put_frames` until the connection ends. Return the reason of its end."""
+        """Pass frames to `put_frames` until the connection ends. Return the reason of its end as a word.
+
+        The words are `by_sender`, `truncated`, `reset`, `garbage`, `idle`, `slow` and `ended`.
+        """
         loop = asyncio.get_running_loop()
         frame_started, is_last_read = 0.0, False
         while True:
@@ -431,7 +434,10 @@ class _TcpConnection:
                 return "garbage"
 
     def _take_frames(self) -> tuple[list[bytes], bool]:
-        """Remove the complete frames from the data. Return them, and whether garbage follows them."""
+        """Remove the complete frames from the received bytes. Return them, and whether garbage follows.
+
+        Garbage is a length of 0 or above the maximum: the rest of the connection cannot be read then.
+        """
         frames: list[bytes] = []
         position, data_length = 0, len(self._data)
         view = memoryview(self._data)
