@@ -54,10 +54,10 @@ class _SourcesChanged(Exception):  # noqa: N818 - an answer, not an error
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a warm process has loaded. Two runs with equal specs can share a warm process.
+    """The code location and Dagster instance that a warm process has loaded.
 
-    `server` identifies the current load of the code server. The other fields except `location` are
-    serialized.
+    Two runs with equal specs can share a warm process. `server` identifies the current load of the code
+    server. `origin`, `load_data` and `instance` are serialized by Dagster.
     """
 
     location: str
@@ -108,7 +108,8 @@ def _has_ended(pid: int) -> bool:
 class _TemplateHandle:
     """The connection to one template: a warm process, with loaded definitions, that forks workers for runs.
 
-    Two threads must not use it at the same time.
+    Two threads must not use it at the same time. The constructor starts the process and waits until it has
+    loaded the definitions. It raises NoWorker if that fails or takes longer than `timeout_s` seconds.
     """
 
     def __init__(self, load_spec: LoadSpec, *, timeout_s: float) -> None:
@@ -137,7 +138,8 @@ class _TemplateHandle:
     def fork(self, run_id: str) -> int:
         """Fork a worker that executes the run, and return its process id.
 
-        Raises NoWorker if no worker will execute the run, or _SourcesChanged.
+        Raises NoWorker if no worker will execute the run. Raises _SourcesChanged if a source file has changed
+        since the template imported it.
         """
         own_socket, child_socket = socket.socketpair()
         # The worker must not begin once the launcher has given up. It learns that from the closed socket.
@@ -190,7 +192,10 @@ class _TemplateHandle:
 
 @dataclass
 class _TemplateSlot:
-    """The template of one code location, and its last failed load."""
+    """The template of one code location.
+
+    `last_failure` is the last failed load: its spec, its time by the clock, and its error.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     template: _TemplateHandle | None = None
@@ -323,10 +328,11 @@ class WarmRunLauncher(DefaultRunLauncher):
         super().launch_run(context)
 
     def terminate(self, run_id: str) -> bool:
-        """Interrupt the run's process, which then ends the run as canceled.
+        """Interrupt the run's process, which then ends the run as canceled, and return True.
 
-        If the process has already ended, report the run as canceled. Return False if the run has finished, or
-        if its process is on another machine or in another container.
+        If the process has already ended, report the run as canceled and return True. Return False if the run
+        has finished, or if its process is on another machine or in another container. Runs that Dagster's own
+        launcher started are terminated by it.
         """
         run = self._instance.get_run_by_id(run_id)
         worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER)) if run else None
@@ -357,7 +363,10 @@ class WarmRunLauncher(DefaultRunLauncher):
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """Return whether the process of a started run still runs."""
+        """Return whether the process of a started run still runs: RUNNING or FAILED.
+
+        A process that this machine or container cannot see counts as RUNNING.
+        """
         worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER))
         if worker is None or not worker.is_visible():
             # The run was launched by Dagster's own launcher, or its process is on another machine or in
@@ -381,7 +390,10 @@ class WarmRunLauncher(DefaultRunLauncher):
         super().dispose()
 
     def _load_spec(self, context: LaunchRunContext) -> LoadSpec | str:
-        """Return what a warm process must load before it can fork this run, or the reason why it cannot."""
+        """Return the spec that a warm process must load to fork this run, or why the run cannot be forked.
+
+        The reason is a clause for the log.
+        """
         run = context.dagster_run
         if Settings().run_launcher == "dagster":
             return "BRANCHLAKE_RUN_LAUNCHER is dagster"

@@ -57,10 +57,10 @@ _INSTALLED_FOLDERS = tuple(
 def imported_sources(
     modules: Iterable[ModuleType], *, began_ns: int, ended_ns: int
 ) -> dict[Path, Stamp | None]:
-    """Return the source files of imported modules, except those of installed packages.
+    """Return the stamps of the source files of imported modules, except those of installed packages.
 
     `began_ns` and `ended_ns` are the times of `time.time_ns` around the imports. A file that was written
-    between them has no stamp, because it is unknown which version was imported. It counts as changed.
+    between them has the stamp None, because it is unknown which version was imported. It counts as changed.
     """
     stamps: dict[Path, Stamp | None] = {}
     for module in modules:
@@ -73,7 +73,7 @@ def imported_sources(
 
 
 def changed_files(stamps: Mapping[Path, Stamp | None]) -> list[Path]:
-    """Return the files that were written or deleted after the import."""
+    """Return the files that were written or deleted after the import, and those with the stamp None."""
     return [path for path, stamp in stamps.items() if stamp is None or _file_stamp(path) != stamp]
 
 
@@ -105,9 +105,10 @@ class NotForkable(Exception):  # noqa: N818 - the name describes the code locati
 
 
 def load_code_location(message: Mapping[str, Any]) -> dict[Path, Stamp | None]:
-    """Import and build everything that a run needs, and return the source files of the imported modules.
+    """Import and build everything that a run needs, and return the stamps of the imported source files.
 
-    Raises the errors of the imports, or NotForkable.
+    `message` is that of `LoadSpec.to_message`. Raises the errors of the imports. Raises NotForkable if they
+    have started threads or opened network connections.
     """
     start_ns = time.time_ns()
     sockets_before = _list_sockets()
@@ -140,7 +141,10 @@ def _preload_late_imports() -> None:
 
 
 def list_thread_pools() -> list[str]:
-    """Return the libraries with a running pool of native threads. In a fork their first call would hang."""
+    """Return the names of libraries with a running pool of native threads, sorted.
+
+    In a fork of this process their first call would hang.
+    """
     names = set()
     for entry in _THREADS_FOLDER.iterdir():
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
@@ -159,7 +163,11 @@ def _list_sockets() -> set[str]:
 
 
 class Template:
-    """Forks workers on request and waits for them."""
+    """Forks workers on request and waits for them.
+
+    `launcher` is the socket of the requests. `sources` are the stamps of the imported files: a request is
+    refused if one of them has changed.
+    """
 
     def __init__(self, launcher: socket.socket, sources: Mapping[Path, Stamp | None]) -> None:
         self._launcher: socket.socket | None = launcher
@@ -182,7 +190,7 @@ class Template:
     def serve(self) -> Callable[[], int] | None:
         """Serve until the launcher is gone and all children have ended, then return None.
 
-        In a fork, return the task of that fork instead.
+        In a fork, return the function that the fork must execute. It returns the fork's exit status.
         """
         while self._launcher is not None or self._children:
             for key, _ in self._selector.select():
@@ -197,7 +205,7 @@ class Template:
         return None
 
     def _handle_request(self, launcher: socket.socket) -> Callable[[], int] | None:
-        """Answer one request of the launcher. In the new worker, return its task."""
+        """Answer one request of the launcher, and return None. In the new worker, return its task."""
         try:
             request, descriptors = receive_message(launcher)
         except ChannelClosed:
@@ -221,7 +229,10 @@ class Template:
         return lambda: execute_run(run, reply)
 
     def _collect_children(self) -> Callable[[], int] | None:
-        """Collect the children that have ended. In a fork that reports a crash, return its task."""
+        """Collect the children that have ended. If one has crashed, fork a process that reports the crash.
+
+        Returns None, or in that fork its task.
+        """
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -233,9 +244,9 @@ class Template:
         return None
 
     def _fork(self, run: WorkerRun | None) -> bool:
-        """Fork.
+        """Fork this process. `run` is the run of the fork, or None for a fork that only reports a crash.
 
-        Return True in the template and False in its fork, which closes everything of the template.
+        Returns True in the template and False in its fork, which closes everything of the template.
         """
         # Both processes would write text that was printed but not yet flushed.
         sys.stdout.flush()
@@ -274,7 +285,11 @@ def _only_wake_up(*_: object) -> None:
 
 
 def main(descriptor: int) -> int:
-    """Run the template and return its exit status. Its forks end with `end_process`."""
+    """Load the code location, then serve requests. Return the exit status of the template.
+
+    The status is 0, or 1 if the code location cannot be loaded. Forks do not return: they end with
+    `end_process`.
+    """
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
     # Ctrl-C reaches all processes of the terminal. It interrupts the workers, but the template must still

@@ -42,7 +42,10 @@ from branchlake_dagster.stored_names import RunTag
 
 
 def pid_namespace_name() -> str:
-    """Return a name for the set of processes that this process can see: the boot id and the PID namespace."""
+    """Return a name for the set of processes that this process can see: the boot id and the PID namespace.
+
+    Returns the host name on systems without these.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -54,7 +57,8 @@ def pid_namespace_name() -> str:
 class WorkerProcess:
     """The process of a run.
 
-    `started_s` is its start in seconds since boot, because the system reuses pids.
+    `started_s` is its start in seconds since boot, because the system reuses process ids. `place` is the
+    `pid_namespace_name` of the process.
     """
 
     pid: int
@@ -63,24 +67,24 @@ class WorkerProcess:
 
     @classmethod
     def current(cls) -> WorkerProcess:
-        """Return the calling process."""
+        """Return the record of the calling process."""
         # The calling process runs, so it has a start time.
         return cls(os.getpid(), find_start_s(os.getpid()) or 0.0, pid_namespace_name())
 
     @classmethod
     def from_tag(cls, tag: str | None) -> WorkerProcess | None:
-        """Parse a run's tag. Return None if the run has no such tag, or one that cannot be parsed."""
+        """Parse the value of `to_tag`. Return None if `tag` is None or cannot be parsed."""
         try:
             return cls(**json.loads(tag or ""))
         except (ValueError, TypeError):
             return None
 
     def to_tag(self) -> str:
-        """Return the value for the tag `WORKER_TAG`."""
+        """Return the process as JSON, the value of the run tag `RunTag.WORKER`."""
         return json.dumps(asdict(self))
 
     def is_visible(self) -> bool:
-        """Return whether this process could see the run's process if it ran."""
+        """Return whether the calling process can see the run's process: same boot and same PID namespace."""
         return self.place == pid_namespace_name()
 
     def is_running(self) -> bool:
@@ -112,6 +116,7 @@ class WorkerRun:
 def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
     """Execute the run in this process once the launcher agrees, and return the exit status.
 
+    The status is `RUN_ENDED_STATUS` if the run has ended or was not started, and 1 if it has not ended.
     Before the launcher agrees, the run is untouched. A launcher that has given up closes its end of the
     socket and starts the run in another way. So a run never has two processes.
     """
@@ -135,7 +140,7 @@ def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
 
 
 def report_crash(run: WorkerRun, exit_code: int) -> int:
-    """Fail the run of a process that ended without finishing it, and return the exit status."""
+    """Report a run as failed whose process ended without finishing it. Returns the exit status 0."""
     with DagsterInstance.from_ref(run.instance_ref()) as instance:
         dagster_run = instance.get_run_by_id(run.run_id)
         if dagster_run is not None and not dagster_run.is_finished:
