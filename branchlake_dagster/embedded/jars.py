@@ -41,7 +41,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S+\.jar)")
 
 @cache
 def packaged_lock() -> Mapping[str, str]:
-    """Return the lock that comes with the package: file name of a jar -> SHA-256 in 64 hex digits.
+    """Return the lock file of the package: the SHA-256 digest (64 hex digits) by the file name of a jar.
 
     Raises ConfigurationError as `read_lock`.
     """
@@ -177,7 +177,7 @@ class DownloadFailed(BranchlakeError, Transient):  # noqa: N818 - named like the
 
 @dataclass(frozen=True)
 class Jar:
-    """One Maven artifact. `megabytes` is the approximate size of its download."""
+    """One Maven artifact. `rev` is its version. `megabytes` is the approximate size of its download."""
 
     org: str
     name: str
@@ -218,7 +218,10 @@ def require_locked(paths: Iterable[Path]) -> None:
 
 
 def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
-    """Return an ivy.xml that requests exactly `jars`; another `conf` may add their dependencies."""
+    """Return the text of an ivy.xml that requests exactly `jars`.
+
+    With `conf="default->default,runtime"` their dependencies are requested too.
+    """
     rows = []
     for jar in jars:
         classifier = f' m:classifier="{jar.classifier}"' if jar.classifier else ""
@@ -244,7 +247,8 @@ def resolve_class_path(
 ) -> list[Path]:
     """Return the paths of a jar and all its dependencies, downloaded if necessary.
 
-    `folder` keeps the result. Raises the same errors as `resolve_jars`.
+    `folder` keeps the list of paths, so a second call starts no JVM. The other arguments and the errors are
+    those of `resolve_jars`.
     """
     listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
     stored_paths = _read_paths(listing)
@@ -273,9 +277,9 @@ def resolve_jars(
 ) -> dict[Jar, Path]:
     """Return the paths of `jars` in Ivy's cache, downloaded if necessary.
 
-    `folder` keeps the result, so a second call starts no JVM. `notify` gets a message before a download.
-    `verify` compares all files with the lock file. Raises DownloadFailed, JarRefused, or ConfigurationError
-    if Java is missing or the disk is full.
+    `folder` keeps the list of paths, so a second call starts no JVM. `notify` gets a message before a
+    download. `verify` compares all files with the lock file. Raises DownloadFailed, JarRefused, or
+    ConfigurationError if Java is missing or the disk is full.
     """
     listing = folder / "jars.classpath"
     stored_jars = _find_listed_jars(listing, jars)
@@ -330,7 +334,10 @@ def _download_failed(output: str) -> DownloadFailed:
 
 
 def copy_jars(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
-    """Copy `jars` to `folder` under names without versions, so that deployment files need no version."""
+    """Copy `jars` to `folder` and return the copies, in the same order.
+
+    Their names have no versions, such as `iceberg-spark-runtime.jar`, so deployment files need no version.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     copies = []
     for jar, path in jars.items():
@@ -341,7 +348,10 @@ def copy_jars(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
 
 
 def spark_home() -> Path:
-    """Return the Spark home inside the installed pyspark, without importing pyspark."""
+    """Return the folder of Spark in the installed pyspark, without importing pyspark.
+
+    Raises ConfigurationError if pyspark is not installed.
+    """
     spec = find_spec("pyspark")
     if spec is None or spec.origin is None:
         raise ConfigurationError(

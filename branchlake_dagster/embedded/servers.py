@@ -65,7 +65,10 @@ declares. Without limits, six bytes that declare two billion items exhaust the h
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The addresses of a lake: Nessie's REST v2 URI and token, and Spark Connect's URL and token."""
+    """The addresses of a lake: Nessie's REST v2 URI and token, and Spark Connect's URL and token.
+
+    `spark_remote` is None if no Spark server is known or needed. A token is None if the server requires none.
+    """
 
     nessie_uri: str
     spark_remote: str | None
@@ -98,7 +101,7 @@ class EmbeddedServers:
         self._notify = notify
 
     def server_names(self) -> tuple[str, ...]:
-        """Return the names of the servers that are embedded according to the settings."""
+        """Return the names of the servers that are embedded according to the settings, Nessie first."""
         servers = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
         return tuple(name for name, ours in servers if ours)
 
@@ -124,13 +127,20 @@ class EmbeddedServers:
         return self._to_endpoints(records)
 
     def find_endpoints(self, *, spark: bool = True) -> Endpoints | None:
-        """Return the addresses if all embedded servers run, else None. Starts nothing."""
+        """Return the addresses if all embedded servers run and answer, else None. Starts nothing.
+
+        With `spark=False` the Spark server need not run. Raises LakeMoved as `endpoints` does.
+        """
         names = tuple(name for name in self.server_names() if spark or name == NESSIE)
         records = self._find_running(names)
         return self._to_endpoints(records) if set(records) == set(names) else None
 
     def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
-        """Return the jars of the servers, downloaded if necessary; with `s3`, also those for S3."""
+        """Return the paths of the servers' jars, downloaded if necessary.
+
+        With `s3`, or for a warehouse in S3, the jars for S3 are included. Raises the errors of
+        `resolve_jars`.
+        """
         jars = [ICEBERG_SPARK, *SPARK_KAFKA, NESSIE_SERVER]
         if s3 or self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
@@ -151,12 +161,12 @@ class EmbeddedServers:
         return {name: archive for name in self.server_names() if (archive := make[name](jars))}
 
     def status(self) -> dict[str, ProcessRecord | None]:
-        """Return the record of each server; None if it does not run."""
+        """Return the record of each server by name; None for a server that does not run or answer."""
         records = self._find_running((NESSIE, SPARK))
         return {name: records.get(name) for name in (NESSIE, SPARK)}
 
     def find_process(self, name: str) -> ProcessRecord | None:
-        """Return the record of a server whose process runs, whether it answers or not."""
+        """Return the record of a server whose process runs, whether it answers or not; else None."""
         self._require_location()
         record = ProcessRecord.load(self._record_path(name))
         return record if record and record.is_alive() else None
@@ -454,7 +464,10 @@ def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> d
 
 
 def s3_environment(settings: Settings) -> dict[str, str]:
-    """Return the S3 credentials as environment variables of the Spark server, so that no log shows them."""
+    """Return the S3 credentials as environment variables of the Spark server; {} if the settings have none.
+
+    Command lines and logs do not show environment variables.
+    """
     if not (settings.s3_access_key_id and settings.s3_secret_access_key):
         return {}
     return {

@@ -103,7 +103,7 @@ class LakeMoved(ConfigurationError):  # noqa: N818
 
 
 def has_lake(root: Path) -> bool:
-    """Return whether an embedded Nessie has ever stored data in the state folder."""
+    """Return whether the embedded Nessie has ever been started on disk with this state folder."""
     return (root / "nessie").is_dir()
 
 

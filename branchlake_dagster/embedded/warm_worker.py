@@ -44,7 +44,10 @@ _IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 
 
 class WarmProcess:
-    """Forks daemons on request, and terminates daemons of idle sessions."""
+    """Forks daemons on request, and terminates daemons that have no workers.
+
+    `listener` is the socket of the requests. `server` is the Spark server, with which this process ends.
+    """
 
     def __init__(self, listener: socket.socket, server: psutil.Process) -> None:
         self._listener = listener
@@ -58,7 +61,10 @@ class WarmProcess:
             self._selector.register(os.pidfd_open(server.pid), selectors.EVENT_READ)
 
     def serve(self) -> Callable[[], None] | None:
-        """Serve requests until Spark's server ends, then return None. In a fork, return the fork's task."""
+        """Serve requests until Spark's server ends, then return None.
+
+        In a fork, return the function that the fork must execute.
+        """
         while _is_running(self._server):
             for key, _ in self._selector.select(_SWEEP_EVERY_S):
                 if key.fileobj is not self._listener:

@@ -27,7 +27,10 @@ _MAX_PENDING = 64
 
 
 def main() -> int:
-    """Act as the daemon of a session. Return exit status 0 after the forked daemon has ended."""
+    """Act as the daemon of a session until the forked daemon has ended, and return the exit status 0.
+
+    Without a warm process it does not return: this process becomes an ordinary daemon.
+    """
     try:
         connection = _connect_warm(Path(os.environ[FOLDER_VARIABLE]))
     except OSError as error:
