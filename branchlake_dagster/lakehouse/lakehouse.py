@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 
 def quote_sql_name(name: str) -> str:
-    """Return a name in double quotes."""
+    """Return a name in double quotes. Double quotes inside the name are doubled."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def sql_name(key: Sequence[str]) -> str:
-    """Return a table's name as a query writes it, with quotes where needed.
+    """Return a table's name for a SQL query: its parts with dots between them, quoted where needed.
 
-    The inner levels of a deep namespace are one name: `a."b.c".t`.
+    A query has at most three parts. So the inner levels of a deeper namespace become one part: the key
+    `("a", "b", "c", "t")` becomes `a."b.c".t`.
     """
     parts = [key[0], ".".join(key[1:-1]), key[-1]] if len(key) > 3 else list(key)
     return ".".join(
@@ -118,12 +119,18 @@ class Lakehouse:
         self._token: str | None = None
 
     def endpoints(self, *, spark: bool = True) -> Endpoints:
-        """Return the servers' addresses; starts embedded servers that do not run, unless `start` is False."""
+        """Return the servers' addresses. Starts embedded servers that do not run, unless `start` is False.
+
+        With `spark=False` neither needs nor starts Spark.
+        """
         return self.servers.endpoints(spark=spark, start=self._start)
 
     @property
     def nessie(self) -> NessieClient:
-        """The client for references, contents, commits and merges. Does not need Spark."""
+        """The client for references, contents, commits and merges. Starts Nessie if needed, but not Spark.
+
+        A restarted embedded Nessie may have another address. Then this returns another client.
+        """
         with self._lock:
             endpoints = self.endpoints(spark=False)
             if self._client is None or (self._client.uri, self._token) != (
@@ -143,7 +150,11 @@ class Lakehouse:
         properties: Mapping[str, str] | None = None,
         on_load: Callable[[Identifier], None] | None = None,
     ) -> NessieCatalog:
-        """Return a PyIceberg catalog at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
+        """Return a PyIceberg catalog at `ref`: a branch, a tag, or `name@hash` (then read-only).
+
+        `properties` are further properties of the catalog. `on_load` is called with the identifier of each
+        table that the catalog loads.
+        """
         return NessieCatalog.from_client(
             self.nessie,
             ref,
@@ -154,14 +165,17 @@ class Lakehouse:
         )
 
     def spark_session(self, ref: str = MAIN, *, conf: Mapping[str, str] | None = None) -> SparkSession:
-        """Open a new Spark session whose catalog `nessie` reads and writes at `ref`."""
+        """Open a new Spark session whose catalog `nessie` reads and writes at `ref`.
+
+        `conf` has settings of the session, which replace the defaults.
+        """
         if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
             end_idle_daemons(server)
         return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})
 
 
 def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:
-    """Return the page's address, or a sentence if the embedded server requires a token.
+    """Return the address of Nessie's web page, or a sentence if the embedded server requires a token.
 
     The page cannot send a token, so such a server does not serve it.
     """
@@ -171,7 +185,7 @@ def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:
 
 
 def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> str | None:
-    """Return the URL of Nessie's web page about a commit on `main`.
+    """Return the URL of Nessie's web page about a commit on `main`. `commit` is its hash.
 
     None if the embedded Nessie server requires a token, which a browser does not send.
     """
@@ -181,9 +195,10 @@ def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> st
 
 
 def rest_catalog_url(endpoints: Endpoints, settings: Settings) -> str | None:
-    """Return the address of the embedded server's Iceberg REST catalog; None for a remote server.
+    """Return the address of the embedded Nessie's Iceberg REST catalog.
 
-    If the server cannot serve a REST catalog, a sentence with the reason is returned.
+    Returns None if Nessie is not embedded. Returns a clause with the reason if the embedded Nessie cannot
+    serve a REST catalog of this warehouse.
     """
     if not settings.embedded_nessie:
         return None
