@@ -44,7 +44,7 @@ NameParts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class PlanReads:
-    """The tables that a plan scans, and descriptions of reads whose tables are not known.
+    """The tables that a plan scans, and descriptions of reads whose tables are not known (`a stream`).
 
     `merge_targets` are the targets of a frame's `mergeInto`, which its plan does not contain.
     """
@@ -65,7 +65,10 @@ class PlanReads:
 
 
 def parse_plan(explained: str) -> PlanReads:
-    """Return what the plan in the output of `EXPLAIN EXTENDED` scans. Targets of writes are left out."""
+    """Return the tables that the plan in the output of `EXPLAIN EXTENDED` scans.
+
+    Tables that the plan only writes to are left out.
+    """
     tables: set[NameParts] = set()
     unnamed_reads: set[str] = set()
     for line in _analyzed_lines(explained):
@@ -106,7 +109,7 @@ def _analyzed_lines(explained: str) -> list[str]:
 
 
 def split_name(name: str) -> NameParts:
-    """Split a dotted name into its parts, without backticks."""
+    """Split a dotted name into its parts, without backticks: `` a.`b.c` `` gives `("a", "b.c")`."""
     name_parts = _PART_PATTERN.findall(name)
     return tuple(p[1:-1].replace("``", "`") if p.startswith("`") else p for p in name_parts)
 
@@ -135,7 +138,8 @@ def watch_reads(
 ) -> None:
     """Call `on_read` before each execution that scans tables, while `is_enabled()` is true.
 
-    The table names are passed without the catalog. Clones of the session are watched too.
+    Only tables of the lake are reported, and their names lack the catalog. Reads whose tables are not known
+    are reported as `unnamed_reads`. Clones of the session are watched too.
     """
     client = cast("Any", session).client
     _add_read_hook(client, is_enabled, on_read)
@@ -156,7 +160,7 @@ def _add_read_hook(
 
 
 class _ReadHook:
-    """A hook of one client (pyspark's `SparkSession.Hook`)."""
+    """The hook of one client that reports reads (pyspark's `SparkSession.Hook`)."""
 
     def __init__(
         self, client: SparkConnectClient, is_enabled: Callable[[], bool], on_read: Callable[[PlanReads], None]
@@ -207,7 +211,7 @@ class _ReadHook:
             return PlanReads()  # the execution will fail for the same reason, and reads nothing
 
     def _in_lake(self, name: NameParts) -> bool:
-        """Return whether the name's catalog is the lake's, also under another name."""
+        """Return whether the name's catalog is the lake's: `nessie`, or one with the same Nessie URI."""
         if len(name) < 2:
             return False
         catalog_name = name[0]
@@ -220,7 +224,7 @@ class _ReadHook:
 
 
 def _decompress_plan(plan: Plan) -> Plan:
-    """Return the plan, decompressed if necessary."""
+    """Return the plan; a compressed plan (pyspark compresses large ones) is decompressed."""
     from pyspark.sql.connect.proto import Command, Plan, Relation
 
     if plan.WhichOneof("op_type") != "compressed_operation":
@@ -235,9 +239,9 @@ def _decompress_plan(plan: Plan) -> Plan:
 
 
 def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
-    """Yield the relations that the server must explain, and whether each is a statement.
+    """Yield the relations that the server must explain, and whether each is a SQL statement.
 
-    A statement must not be executed, so its copy starts with `EXPLAIN EXTENDED`.
+    A statement must not be executed, so the yielded copy of it starts with `EXPLAIN EXTENDED`.
     """
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("sql_command"):
         command = plan.command.sql_command
@@ -290,13 +294,13 @@ def _child_messages(message: Any) -> Iterator[Any]:
 
 
 def _merge_targets(plan: Plan) -> Iterator[NameParts]:
-    """Yield the target of a frame's merge."""
+    """Yield the name of the table that a frame's `mergeInto` changes. Yields nothing for other plans."""
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("merge_into_table_command"):
         yield split_name(plan.command.merge_into_table_command.target_table_name)
 
 
 def _catalog_tables(plan: Plan) -> Iterator[NameParts]:
-    """Yield the table that a `spark.catalog` call names."""
+    """Yield the name of the table that a `spark.catalog` call has as its argument, if it has one."""
     if plan.WhichOneof("op_type") == "root" and plan.root.HasField("catalog"):
         catalog_call = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
         field_values = {field.name: value for field, value in catalog_call.ListFields()}

@@ -77,9 +77,9 @@ _last_checks: dict[int, float] = {}
 
 
 def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.time) -> int:
-    """End Spark's Python daemons on this machine that have no worker and are minutes old; return how many.
+    """End Spark's Python daemons that have no worker and are older than `IDLE_S`. Return how many.
 
-    Checks each server at most once a minute per process, and ends only children of the server. Daemons that
+    Ends only children of the server, and checks each server at most once a minute per process. Daemons that
     were forked from the warm process are ended by that process.
     """
     with _check_lock:
@@ -112,10 +112,11 @@ _classic_lock = threading.Lock()
 def open_session(
     settings: Settings, endpoints: Endpoints, *, ref: str, conf: Mapping[str, str]
 ) -> SparkSession:
-    """Open a new session at `ref`; `conf` (such as dagster-pyspark's) overrides the library's defaults.
+    """Open a new session at `ref`, a branch, a tag or `name@hash`.
 
-    Connect: 15 ms with a running server. Classic: the first session in a process starts a JVM (11-18 s);
-    later ones share the JVM but not its settings. Raises SecretWithoutTls before it connects.
+    `conf` has settings (such as dagster-pyspark's) that replace branchlake's defaults. A Connect session
+    takes 15 ms with a running server. The first classic session in a process starts a JVM (11-18 s); later
+    ones share the JVM but not its settings. Raises SecretWithoutTls before it connects.
     """
     session_conf = {
         **catalog_conf(settings, endpoints.nessie_uri, ref=ref),
@@ -128,7 +129,10 @@ def open_session(
 
 
 def connect_url(remote: str, token: str | None) -> str:
-    """Return a Spark Connect URL with the token among its parameters, unless the URL already has one."""
+    """Return the Spark Connect URL `remote` with the token among its parameters.
+
+    Returns `remote` as it is without a token, or if the URL already has one.
+    """
     if not token or "token=" in remote:
         return remote
     separator = ";" if ";" in remote else "/;"
@@ -164,7 +168,10 @@ def _find_refusal(message: str) -> NessieUnauthorized | None:
 
 
 def _translate_failures(session: SparkSession, server: str) -> None:
-    """Let a Connect session raise NessieUnauthorized and SparkGone, also in user code."""
+    """Let a Connect session raise NessieUnauthorized and SparkGone, also in user code.
+
+    They replace the errors of Spark that have these causes.
+    """
     import grpc
 
     def translate_error(error: Exception) -> Exception | None:
@@ -207,7 +214,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
 
 
 def _secret_names(conf: Mapping[str, str]) -> list[str]:
-    """Describe the secrets in a session's settings: Nessie's token, and secrets that a user has set."""
+    """Return descriptions of the secrets in a session's settings: Nessie's token, and secrets of a user."""
     known_names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
     return [known_names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
 
@@ -253,7 +260,7 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
 
 
 def _authentication_conf(endpoints: Endpoints) -> dict[str, str]:
-    """Return the settings with the bearer token for Spark's Nessie client.
+    """Return the settings with the bearer token for Spark's Nessie client; {} without a token.
 
     They are set per session, so that no command line shows the token.
     """
@@ -268,7 +275,7 @@ _WARM_UP_ROWS = "SELECT id AS key, id % 7 AS n, CAST(id AS STRING) AS word FROM 
 
 
 def warm_up(settings: Settings, endpoints: Endpoints) -> None:
-    """Create a table, merge into it, and read it; all of it is deleted again.
+    """Create a table, merge into it, read it and delete it, so that the first write of a run is fast.
 
     The table is in a separate catalog of this session, in the server's scratch folder: not in the lake, and
     without Nessie. Does nothing if the Spark server is not embedded.
