@@ -1,1 +1,1 @@
-"""Exactly-once ingestion: topics into tables, offsets and rows in one commit (ADR 33)."""
+"""Exactly-once ingestion: each batch commits the rows of all tables together with the offsets (ADR 33)."""

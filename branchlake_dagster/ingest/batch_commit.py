@@ -249,7 +249,10 @@ def create_staging_table(
 
 
 def list_staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:
-    """Return the staging tables of these tables at a reference, including those of abandoned attempts."""
+    """Return the identifiers of all staging tables that belong to `tables` at a reference.
+
+    Those of abandoned attempts are included.
+    """
     target_identifiers = {*tables}
     if not target_identifiers:
         return []

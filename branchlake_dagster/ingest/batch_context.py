@@ -95,11 +95,14 @@ class IngestionTables:
 
     @property
     def route_names(self) -> dict[str, list[str]]:
-        """The route names that have a table, by family."""
+        """The known route names, by the key of their family (`raw/{route}`)."""
         return collect_route_names(self.ingest.family_tables)
 
     def without_unknown_columns(self) -> IngestionTables:
-        """Return these tables without the missing ones whose columns must be inferred from records."""
+        """Return these tables without those that do not exist yet and whose columns are not declared.
+
+        The columns of such a table can only be inferred from records.
+        """
         declarations = self.declarations
         kept_identifiers = {
             name: one
@@ -135,7 +138,7 @@ class IngestionTables:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """The next batch of an ingestion: tables and progress at a reference, topics, and the offsets to read."""
+    """The next batch of an ingestion: its plan, and the tables, progress and topics that it is based on."""
 
     ingestion_tables: IngestionTables
     progress: IngestionProgress
@@ -149,7 +152,7 @@ class PlannedBatch:
 
     @property
     def identifiers(self) -> Mapping[str, Identifier]:
-        """The identifiers of its tables by dotted name, in the order of `all_assets`."""
+        """The identifiers of the ingestion's tables by dotted name, in the order of `all_assets`."""
         return self.ingestion_tables.identifiers
 
     @property
@@ -445,7 +448,7 @@ class BatchContext:
     snapshot_properties: Mapping[str, str]
     commit_properties: Mapping[str, str]
     expires_snapshots: bool = False
-    """Whether the batch removes old snapshots from tables. A replay onto `main` could not repeat that."""
+    """Whether the batch removes old snapshots of its tables. Such a batch cannot be replayed onto `main`."""
 
     def with_new_route_names(
         self,
@@ -454,7 +457,10 @@ class BatchContext:
         incarnations: Mapping[str, str],
         tables: IcebergTableFormat,
     ) -> IngestionTables:
-        """Call the function `with_new_route_names` for this branch."""
+        """Return `ingestion_tables` with the tables of new route names added, on this branch.
+
+        The arguments and errors are those of the function `with_new_route_names`.
+        """
         default_namespace = self.lake.settings.default_namespace
         return with_new_route_names(
             ingestion_tables,

@@ -151,7 +151,7 @@ def _format_dead_share(
 
 
 def find_block_reason(result: BatchResult) -> str | None:
-    """Return the reason why the batch must not be published; None if it may be."""
+    """Return why the batch must not be published, from its failed checks of severity ERROR; else None."""
     failed = [
         one
         for one in iter_check_results(result.ingest, result.scan_result.counts, result.targets.declarations)
@@ -234,7 +234,7 @@ def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValu
 
 
 def format_batch_summary(result: BatchResult) -> str:
-    """Return the line of the batch in the run's log."""
+    """Return one line for the run's log: the ranges, and the numbers of records and dead letters."""
     records = format_count(result.record_count, "record")
     dead = f", {format_count(result.dead_letter_count, 'dead letter')}" if result.dead_letter_count else ""
     expired = (
@@ -251,7 +251,10 @@ def to_utc_datetime(ms: int) -> datetime:
 
 
 def receiver_key(monitor: str) -> dg.AssetKey:
-    """Return the asset key of a receiver process: `receivers/host:9464` for the monitor `http://host:9464`."""
+    """Return the asset key of a receiver process by the address of its monitor.
+
+    The monitor `http://host:9464` gives the key `receivers/host:9464`.
+    """
     return dg.AssetKey(["receivers", urlsplit(monitor).netloc or monitor])
 
 
@@ -270,7 +273,7 @@ def receiver_observations(
 ) -> list[dg.AssetObservation]:
     """Build an observation for each receiver of one of the topics, and for each receiver without an answer.
 
-    It is not known which topics a silent receiver has.
+    A receiver that did not answer may belong to these topics, because its topics are unknown.
     """
     return [
         dg.AssetObservation(receiver_key(report.address), metadata=_receiver_metadata(report))

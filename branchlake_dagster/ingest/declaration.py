@@ -98,7 +98,7 @@ class IngestTable:
 
     @property
     def asset(self) -> AssetKey:
-        """The asset key of the table."""
+        """The asset key of the table; for a family, the key with `{route}`."""
         return to_asset_key(self.key)
 
     @property
@@ -112,7 +112,7 @@ class IngestTable:
 
     @property
     def is_family(self) -> bool:
-        """Whether the declaration is a family: a table for each route."""
+        """Whether the declaration is a family: its key has `{route}`, and it stands for a table per route."""
         return ROUTE in self.asset.path[-1]
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class IngestTable:
                 ) from error
 
     def _require_days(self, table_name: str) -> None:
-        """Raise ConfigurationError if the files of the table are not partitioned by days or hours."""
+        """Raise ConfigurationError for a family, or if the layout has neither days nor hours."""
         if self.is_family:
             raise ConfigurationError(
                 "A family of tables cannot report days: its tables have no asset definitions.",
@@ -352,7 +352,7 @@ class Ingest:
 
     @property
     def kept_records_asset(self) -> AssetKey | None:
-        """The asset key of the kept records, beside the dead letters; None without `keep_value`."""
+        """The asset key of the kept records, in the dead letters' namespace; None without `keep_value`."""
         if not self.keep_value:
             return None
         return AssetKey([*self.dead_letters_asset.path[:-1], f"{self.name}{KEPT_RECORDS_SUFFIX}"])
@@ -368,7 +368,7 @@ class Ingest:
 
     @property
     def group(self) -> str:
-        """The Kafka consumer group under which monitoring tools see the progress."""
+        """The Kafka consumer group that gets the offsets of the tables, so that tools can show the lag."""
         return f"branchlake-{self.name}"
 
     @property

@@ -40,10 +40,14 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _REPORT_EVERY_S = 10.0
-"""One report for each batch would be 86,400 rows a day for each table in Dagster's database."""
+"""Seconds between two reports of a live run to Dagster.
+
+One report for each batch would be 86,400 rows a day for each table in Dagster's database."""
 _GROUP_REPORT_EVERY_S = 5.0
 _MAX_FAILURES = 10
-"""Failures in a row before the run gives up. The wait after each is twice as long as the wait before."""
+"""Number of failures in a row after which a live run continues. One more failure ends the run.
+
+The wait after each failure is twice as long as the wait before, up to `_MAX_WAIT_S`."""
 _MAX_WAIT_S = 30.0
 
 
@@ -214,7 +218,10 @@ class _BatchReporter:
         )
 
     def report_if_due(self) -> None:
-        """Report the batches since the last report, if it is time."""
+        """Report the batches since the last report, if that is long enough ago.
+
+        The consumer group gets the offsets every 5 seconds, and Dagster gets a report every 10 seconds.
+        """
         now = time.monotonic()
         if self._unreported and now - self._group_reported_at >= _GROUP_REPORT_EVERY_S:
             self._group_reported_at = now

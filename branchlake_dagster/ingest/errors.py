@@ -78,7 +78,7 @@ class EarlierAttemptLate(IngestError, Transient):  # noqa: N818 - named like the
 
 
 class ColumnsUnknown(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes
-    """A table must be created without declared columns, and no record of the batch has a field for it."""
+    """A table without declared columns must be created, but no record of the batch has a field for it."""
 
 
 class TableTooNarrow(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -101,4 +101,7 @@ class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the 
 
 
 class Superseded(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Another run of this ingestion has published the same offsets or has taken over. This run is fenced."""
+    """The publication of a live batch was refused, or another process has deleted the branch of the batch.
+
+    Usually another run of the ingestion has published the same offsets.
+    """

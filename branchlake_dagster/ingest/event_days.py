@@ -44,7 +44,7 @@ _EPOCH = date(1970, 1, 1)
 
 
 def days_key(table: IngestTable) -> dg.AssetKey:
-    """Return the key of the asset of a table's days."""
+    """Return the key of the asset of a table's days: `<key>/days`."""
     return dg.AssetKey([*table.asset.path, "days"])
 
 
@@ -55,7 +55,7 @@ def days_partitions(table: IngestTable) -> dg.DailyPartitionsDefinition:
 
 
 def days_spec(ingest: Ingest, table: IngestTable) -> dg.AssetSpec:
-    """Build the asset of a table's days. No run computes it."""
+    """Build the specification of the asset of a table's days. A sensor materializes the days, no run does."""
     return dg.AssetSpec(
         days_key(table),
         deps=[table.asset],
@@ -196,7 +196,10 @@ def find_changed_days(table: Table, reported: TableDays, *, first: date, last: d
 
 
 def take_days(state: TableDays, most: int, *, last: date) -> tuple[dict[date, tuple[int, int]], TableDays]:
-    """Return at most `most` of the waiting days up to `last`, newest first, and the state without them."""
+    """Return some of the waiting days, and the state without them.
+
+    The result has at most `most` days up to `last`, the newest ones, with their numbers of rows.
+    """
     past_days = sorted((day for day in state.waiting if day <= last), reverse=True)
     days = {day: state.waiting[day] for day in islice(past_days, most)}
     waiting = {day: rows for day, rows in state.waiting.items() if day not in days}

@@ -34,7 +34,7 @@ from branchlake_dagster.spark.session import quote_spark_name
 VALUE_COLUMN = "__value"
 _CORRUPT_FIELD = "__corrupt"
 REASON_SUFFIX = "_why"
-"""Suffix of the name of a row column. The column with this name has the reason why there is no row."""
+"""Suffix of a rows column: the column `__row0_why` has the reasons why records have no row in `__row0`."""
 
 
 class Format(Protocol):
@@ -252,12 +252,14 @@ _INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
 _NESTED_TYPES = ("struct<", "array<", "map<")
 _MAX_REASON_LENGTH = 500
 _MAX_DIGITS = 400
-"""A decimal has 38 digits, and may have more zeros. A double has up to 309 digits before its point."""
+"""Number of characters above which a number is not cast to a decimal.
+
+A decimal has 38 digits, and may have more zeros. A double has up to 309 digits before its point."""
 _LONG_EXPONENT = "[0-9.][eE][+-]?[0-9]{5}"
 """An exponent with which Spark's reader takes minutes to build a decimal."""
 _QUOTED_LONG_EXPONENT = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
 _SHORTEST_TIME = 8
-"""Spark reads a shorter text as a year, but here a number means seconds."""
+"""Least number of characters of a time. Spark reads a shorter text as a year, but here it means seconds."""
 
 
 def _is_empty_json(json: Expression) -> Expression:

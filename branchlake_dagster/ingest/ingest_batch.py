@@ -331,7 +331,7 @@ class _BatchPasses:
         return _PassResult(evolution, {number: identifier for number, (identifier, _) in staged.items()})
 
     def build_empty_result(self) -> _PassResult:
-        """Return the result of a pass over no records."""
+        """Return the result of a pass over no records, which makes no pass. Tables may be created."""
         ingestion_tables = self._planned_batch.ingestion_tables.without_unknown_columns()
         targets = build_targets(ingestion_tables, self._batch_context, None, self._record_format)
         return _PassResult(SchemaEvolution(ingestion_tables, targets, ScanResult()), {})
@@ -370,7 +370,11 @@ class _BatchPasses:
     def with_dead_letters(
         self, pass_result: _PassResult, unwritable: Mapping[RecordPosition, Exception]
     ) -> _PassResult:
-        """Add dead letters for the unwritable records, which the pass did not read, to its result."""
+        """Add dead letters for the unwritable records, which the pass did not read, to its result.
+
+        `unwritable` maps the position of each record to its error. With `keep_value` the records are kept
+        too.
+        """
         if not unwritable:
             return pass_result
         targets, scan_result = pass_result.evolution.targets, pass_result.evolution.scanned

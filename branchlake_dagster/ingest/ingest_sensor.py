@@ -136,8 +136,9 @@ def observe_topics(
 ) -> tuple[float, list[dg.AssetObservation]]:
     """Observe the topics if the last observation is at least a minute old.
 
-    Returns the time of the last observation and the new observations. If the topics cannot be read, the
-    observations have only the counts of receivers; batches report the cause.
+    `last_observed` and `now` are in seconds since 1970. Returns the time of the last observation, and the new
+    observations, [] if it is too early. If the topics cannot be read, the observations have only the counts
+    of receivers, and the next batch reports the cause.
     """
     if now - last_observed < _OBSERVED_EVERY_S:
         return last_observed, []
@@ -290,5 +291,8 @@ def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
 
 
 def _job_name(ingests: Sequence[Ingest]) -> str:
-    """Return a name that no other group of ingestions in one code location has."""
+    """Return the name of the job: `landing_files_` and the first name of the ingestions.
+
+    Two groups of ingestions in one code location have different names.
+    """
     return f"landing_files_{min(ingest.name for ingest in ingests)}"

@@ -136,7 +136,7 @@ def topic_id(incarnation: str) -> str:
 
 
 def count_resets(incarnation: str) -> int:
-    """Return how often the offsets of the topic were reset."""
+    """Return how often the offsets of the topic were reset: the number after `~`, or 0."""
     return int(incarnation.partition("~")[2] or 0)
 
 
@@ -224,7 +224,10 @@ class TableProgress:
         )
 
     def to_summary(self, ingestion: str) -> dict[str, str]:
-        """Return the entries for a snapshot's summary, without the fields that only the property records."""
+        """Return the entries for a snapshot's summary: offsets, id of the batch, and valid-through time.
+
+        Fields that only the table property records are left out. `ingestion` is the name of the ingestion.
+        """
         summary_progress = replace(
             self, snapshot_id=None, first_offsets={}, latest_ms={}, dead_letter_table_name=None
         )

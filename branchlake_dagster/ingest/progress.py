@@ -102,7 +102,10 @@ class IngestionProgress:
         )
 
     def position_after(self, plan: BatchPlan) -> Offsets:
-        """Return the position after a batch of the tables that were not rolled back."""
+        """Return the offsets that the tables have reached after a batch.
+
+        They do not hold for tables that are filled again.
+        """
         return merge_offsets(self.position, plan.advanced_offsets, end_offsets(plan.ranges))
 
 
@@ -158,7 +161,10 @@ def read_progress(
 
 
 def require_replayable(progress: IngestionProgress, topics: Iterable[Topic]) -> None:
-    """Raise PositionLost if a table must be filled again with records of a topic that no longer exists."""
+    """Raise PositionLost if a table that is filled again needs records of a topic that no longer exists.
+
+    `topics` are the present topics of the ingestion.
+    """
     current_partitions = {partition for topic in topics for partition in topic.partitions()}
     for name, offsets in progress.replay_offsets.items():
         gone_topics = sorted(

@@ -71,7 +71,9 @@ class PublishedTime:
     ingested: bool = True
     """False if no ingestion is known that fills the table, or one of the inputs from which it is computed."""
     sources: frozenset[str] = frozenset()
-    """The sources of the records, see `InputTime`. Empty if `at` is None."""
+    """The ingested tables from which the records come, and partitions of consumers in between (`InputTime`).
+
+    Empty if `at` is None."""
 
     @property
     def input_time(self) -> InputTime | None:
@@ -85,7 +87,10 @@ class PublishedTime:
 
 @dataclass(frozen=True)
 class DeclaredConsumers:
-    """The consumers that a code location declares, by table. `instance` knows the dynamic partitions."""
+    """The consumers that a code location declares, by table.
+
+    `graph` has their assets. `instance` is needed for consumers with dynamic partitions.
+    """
 
     graph: AssetGraph
     default_namespace: str
@@ -170,7 +175,7 @@ class TimeReader:
     _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
 
     def published_time(self, identifier: Identifier) -> PublishedTime:
-        """Return the time through which a table is published, or the reason why there is none."""
+        """Return the time through which a table is published, with the reason if there is none."""
         if identifier not in self._times:
             name = format_table_name(identifier)
             # Tables of several code locations might be computed from each other. This entry ends the
@@ -449,9 +454,9 @@ class PublishedThrough(AutomationCondition[Any]):
         return False
 
     def evaluate(self, context: AutomationContext[Any]) -> AutomationResult[Any]:
-        """Return the candidates whose time the table has reached.
+        """Return those candidate partitions for which the table has reached the time.
 
-        Raises ConfigurationError or Nessie's errors.
+        Without partitions, the asset itself is the candidate. Raises ConfigurationError or Nessie's errors.
         """
         candidates = context.candidate_subset
         if candidates.is_empty:

@@ -129,7 +129,10 @@ class KeptRecordCounts:
 
 @dataclass
 class RawReprocessingResult:
-    """The result of a reprocessing on its branch: counts of all slices, and the targets that it changed."""
+    """The result of a reprocessing on its branch. `counts` are those of all slices.
+
+    `targets` are all tables of the last slice, also those that were not changed.
+    """
 
     ingest: ExpandedIngest
     targets: BatchTargets
@@ -241,9 +244,9 @@ def _record_run(
     result: RawReprocessingResult,
     tables: IcebergTableFormat,
 ) -> None:
-    """Record the run on the changed tables and on the dead letters.
+    """Record the run in a property of the changed tables and of the dead letters.
 
-    So a second run that reprocesses at the same time is refused, and a rollback is noticed.
+    So a second run that reprocesses at the same time is refused, and a rollback of these tables is noticed.
     """
     names = {*result.changed, result.targets.dead_letters.name}
     changes = [
@@ -304,7 +307,11 @@ class _Slice:
 def _plan_slices(
     session: SparkSession, ingestion_tables: IngestionTables, interval: RawInterval, max_records: int
 ) -> list[_Slice]:
-    """Divide the interval into slices of whole batches. The records of a batch have the same receipt."""
+    """Divide the interval into slices of whole batches, in the order of their receipt.
+
+    All records of a batch have the same time of receipt. A slice has at most `max_records` records, or one
+    batch.
+    """
     name = ingestion_tables.kept_record_table_name
     assert name is not None  # noqa: S101 - the caller has loaded the table
     records = session.table(f"nessie.{quote_spark_path(ingestion_tables.identifiers[name])}")
@@ -411,7 +418,7 @@ def _require_identified_rows(
 
 
 class _SliceReprocessing:
-    """Decodes the records of one slice, and replaces what differs on the branch."""
+    """Decodes the records of one slice, and replaces the rows and dead letters that differ on the branch."""
 
     def __init__(
         self,
@@ -477,9 +484,9 @@ class _SliceReprocessing:
         return self._session.table(name)
 
     def _load_records(self) -> DataFrame:
-        """Return the kept records of the slice, without those whose dead letters are of kind unwritable.
+        """Return the kept records of the slice, without records that wait as dead letters of kind unwritable.
 
-        A record that makes a batch fail by itself would make the slice fail: `branchlake reprocess` takes it.
+        A record that makes a batch fail would make the slice fail too. `branchlake reprocess` reprocesses it.
         """
         name = self._ingestion_tables.kept_record_table_name
         assert name is not None  # noqa: S101 - the caller has loaded the table
@@ -492,7 +499,7 @@ class _SliceReprocessing:
         return records.join(F.broadcast(unwritable), [*_RECORD_POSITION], "left_anti")
 
     def _decode(self, records: DataFrame, ranges: Sequence[_PositionRange]) -> SchemaEvolution:
-        """Write the rows and dead letters of the slice to files of staging tables."""
+        """Decode the slice, and write its rows and dead letters to data files of staging tables."""
         ingest, batch_context = self._ingestion_tables.ingest, self._batch_context
         record_format: Format = (
             ingest.format.with_empty_cache() if isinstance(ingest.format, RegistryAvro) else ingest.format

@@ -2,8 +2,9 @@
 
 A frame contains the records of exactly the planned offsets. Kafka's consumer groups are not used.
 
-`find_unwritable_records` halves the offsets until one record is left. It works on plain values. To find one
-bad record among n, it takes about log2(n) + 3 passes, which read about 2n records in total.
+`find_unwritable_records` halves the offsets until one record is left. The function is pure except for the
+passes, which its caller makes. To find one bad record among n, it takes about log2(n) + 3 passes, which read
+about 2n records in total.
 """
 
 from __future__ import annotations
@@ -218,7 +219,10 @@ class Records(Protocol):
     """The source of a batch's records."""
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """Return the records of the ranges. The columns are `RECORD_COLUMNS` with the prefix `__`."""
+        """Return the records of the ranges. The columns are `RECORD_COLUMNS` with the prefix `__`.
+
+        Spark reads the frame in up to `tasks` tasks.
+        """
 
     def translate_errors(self) -> AbstractContextManager[None]:
         """Return a context in which failures of the source are raised as branchlake errors."""
@@ -354,7 +358,10 @@ class LandingRecords:
         return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
 
     def _topic_ids(self, ranges: Ranges) -> dict[str, str]:
-        """Return topic ids by topic. Raises LandingUnavailable if the folder has disappeared meanwhile."""
+        """Return the ids of the topics in the folder, by topic.
+
+        Raises LandingUnavailable if the folder has disappeared meanwhile.
+        """
         try:
             return {partition.topic: self._landing.topic_id(partition.topic) for partition in ranges}
         except (ConfigurationError, OSError) as error:

@@ -267,9 +267,10 @@ def _mark_selected(
     selection: DeadLetterSelection,
     position: Offsets,
 ) -> DataFrame:
-    """Mark the selected dead letters on the branch, and return them as records.
+    """Mark the selected dead letters on the branch, and return them as a frame of records.
 
-    The result includes the dead letters that an earlier attempt has marked.
+    The frame includes the dead letters that an earlier attempt of the run has marked. Its column `FOR_TABLE`
+    has the table of each dead letter.
     """
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = f"nessie.{quote_spark_path(ingestion_tables.dead_letter_identifier)}"

@@ -1,8 +1,8 @@
 """The pass over a batch's records, and the deletion of files that no table will keep.
 
 Such files are data files that no commit names, and the metadata of staging tables. They are deleted as soon
-as it is certain that no table keeps them. Commits of the batch's branch name the metadata of staging tables;
-the sweeper of a discarded branch takes missing metadata for already swept.
+as it is certain that no table keeps them. Old commits of the batch's branch still name the metadata of
+staging tables. If that branch is discarded later, its sweeper assumes that missing metadata was swept before.
 
 If a scan fails, its tasks do not report their data files. These are found by their names in the tables' data
 folders.

@@ -110,7 +110,7 @@ def build_reason(kind: Expression | str, detail: Expression | str) -> Expression
 
 
 def no_reason() -> Expression:
-    """Return null with the type of a reason."""
+    """Return the expression null with the type of a reason, which means that the record has a row."""
     return F.lit(None).cast("struct<kind: string, detail: string>")
 
 
@@ -186,7 +186,7 @@ class RecordColumn:
 
     @property
     def wider(self) -> RecordColumn:
-        """Return the column with the widest type to which Iceberg can promote it."""
+        """The column with the widest type to which Iceberg can promote it; itself if there is none."""
         kind = _WIDER_TYPES.get(self.kind, self.kind)
         if kind.startswith("decimal("):
             kind = f"decimal({_MAX_DIGITS},{kind.rstrip(')').partition(',')[2]})"

@@ -177,7 +177,7 @@ def _has_dead_letter(dead_letter_table: Table, partition: TopicPartition, offset
 def restore_tables(
     client: NessieClient, branch: str, at_hash: str, *, ingestion: str, properties: Mapping[str, str]
 ) -> None:
-    """Restore the tables of a branch as they were at one of its hashes, in one commit.
+    """Restore the tables of a branch as they were at `at_hash`, in one commit. Drops tables that are newer.
 
     A failed pass may have created tables and columns for the very record that made it fail.
     """

@@ -35,11 +35,11 @@ _RECORD_ATTRIBUTES, _BAD_ATTRIBUTES = (
     ("offset", "key", "value"),
 )
 MOVED_SUFFIX = "_moved"
-"""Suffix of a rows column. The column of this name has the keys that a row had before its record."""
+"""Suffix of a rows column: `__row0_moved` has the keys that the rows in `__row0` had before an update."""
 TABLES_PER_SET = 62
 """Number of tables whose bits fit into one integer column."""
 _EXTRA_NAMES = 100
-"""Allowance above the table's column limit, because some names cannot become columns."""
+"""A task reports this many new fields more than a table may have columns: some cannot become columns."""
 _FLUSH_BYTES = 128 << 20
 """Bytes of Arrow memory before a file is written. The Parquet file has about a tenth of that."""
 
@@ -118,12 +118,18 @@ def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
-    """Write the dead letters of records that no pass could read to data files of their table."""
+    """Write dead letters of records that no pass could read to data files of their table. Return the files.
+
+    `dead_letters` has the columns, and `count` is the number of rows.
+    """
     return _write_columns(work, work.dead_letter_number, dead_letters, count)
 
 
 def write_kept_records(work: Work, records: Mapping[str, pa.Array], count: int) -> list[DataFile]:
-    """Write records that no pass could read to data files of the table of kept records."""
+    """Write records that no pass could read to data files of the table of kept records. Return the files.
+
+    `records` has the columns, and `count` is the number of rows.
+    """
     return _write_columns(work, len(work.targets) - 1, records, count)
 
 
@@ -272,7 +278,7 @@ class _Task:
             )
 
     def _record(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
-        """Return a function that returns an attribute of the records by name."""
+        """Return a function that returns an attribute of the batch's records by name, as an array."""
 
         def attribute(name: str) -> pa.Array:
             names = self._names.get(name)
@@ -429,17 +435,17 @@ class _TableWriter:
 
     @property
     def name(self) -> str:
-        """Return the table's dotted name."""
+        """The table's dotted name."""
         return self._target.name
 
     @property
     def mapped_fields(self) -> frozenset[str]:
-        """Return the fields of a record for which the table has columns."""
+        """The fields of a record for which the table has columns."""
         return self._target.mapped_fields
 
     @property
     def row(self) -> str:
-        """Return the column with the table's rows."""
+        """The name of the column with the table's rows."""
         assert self._target.row is not None  # noqa: S101 - the rows of dead letters have no such column
         return self._target.row
 

@@ -96,7 +96,7 @@ def parse_variant_type(type_text: str) -> DataType:
 
 
 def _parse_type(type_text: str, position: int, level: int) -> tuple[DataType, int]:
-    """Parse the type that begins at a position. Return it and the position after it."""
+    """Parse the type that begins at `position`. Return the type, and the position after it."""
     word = _WORD.match(type_text, position)
     if word is None:
         raise ValueError(f"{type_text[position : position + 50]!r} is not the type of a variant.")
@@ -410,7 +410,10 @@ def text_bounds(target: Target) -> ColumnBounds:
 
 
 def unwritable_conditions(bounds: ColumnBounds, row: str) -> list[tuple[Expression, str]]:
-    """Return the conditions under which a row cannot be written, each with its message."""
+    """Return the conditions under which a row cannot be written, each with its message.
+
+    `bounds` are those of `column_bounds` and `text_bounds`. `row` is the name of the column with the rows.
+    """
     held = F.col(row)
     return [
         _build_condition(name, bound, held.getField(name) if bound != "text" else None)
