@@ -137,7 +137,10 @@ class HttpSource:
         return self._source.decode()
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Continue from the sink's last cursor. Raises ConfigurationError if it is not an integer."""
+        """Continue from the sink's last cursor, and remember its last values, which are not stored twice.
+
+        Raises ConfigurationError if the cursor is not an integer.
+        """
         if resume_state.cursor is not None:
             try:
                 self.cursor = int(resume_state.cursor)

@@ -138,13 +138,14 @@ class KafkaSink:
         self._stop_requested = threading.Event()
 
     def open(self, *, resume: bool) -> ResumeState:
-        """Connect to the broker; with ``resume`` read the end of the partition.
+        """Connect to the broker, and return the state of this receiver's records in the partition.
+
+        Without ``resume`` the state is empty, and nothing is read.
 
         Raises:
             BrokerUnreachable: No broker answers, or the topic has no leader yet.
             BrokerRefused: The brokers refuse the credentials, or their certificate is not trusted.
-            ConfigurationError: An option is wrong.
-
+            ConfigurationError: An option is wrong, or ``resume`` is given without a partition.
         """
         import confluent_kafka as ck
 
@@ -284,7 +285,7 @@ class KafkaSink:
         self._broker_errors.end_request()
 
     def _queue_record(self, record: Record) -> _SentRecord | None:
-        """Pass a record to librdkafka. Return None if its queue is full."""
+        """Pass a record to librdkafka and return the sent record. Return None if the queue is full."""
         sent_record = _SentRecord(record)
 
         def report(error: Any, _: Any) -> None:

@@ -241,7 +241,7 @@ def file_name(first: int, last: int) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the file names in a folder durable."""
+    """Make the names of the files in a folder durable, so that they survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -92,10 +92,11 @@ class LandingSink:
     def open(self, *, resume: bool) -> ResumeState:
         """Lock the partition, remove unfinished files of a crash, and continue the offsets.
 
+        With ``resume`` returns the state of this receiver's stored records, else an empty state.
+
         Raises:
             PartitionTaken: Another receiver writes to the partition.
             LandingDamaged: The newest files are gone, so their offsets would be used twice.
-
         """
         self.landing.make_topic(self.topic)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -317,7 +318,10 @@ class LandingSink:
 
 
 def _read_last_entries(path: Path) -> list[dict[str, Any]]:
-    """Return the entries at the end of a log, without lines that cannot be parsed."""
+    """Return the entries in the last 256 KiB of a log, oldest first; [] if the log does not exist.
+
+    Lines that cannot be parsed are left out.
+    """
     if not path.exists():
         return []
     with path.open("rb") as file:

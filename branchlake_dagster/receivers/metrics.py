@@ -108,7 +108,7 @@ def scrape_monitors(monitors: Iterable[str]) -> list[MonitorReport]:
 
 
 def sum_by_topic(reports: Iterable[MonitorReport]) -> dict[str, TopicCounts]:
-    """Sum the counts of all monitors by topic."""
+    """Sum the counts of all monitors by topic. Monitors without an answer add nothing."""
     sums: dict[str, TopicCounts] = {}
     for report in reports:
         for topic, counts in report.counts.items():

@@ -215,11 +215,15 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether the buffer has no capacity for one more record."""
+        """Whether the number or the bytes of the records have reached the capacity."""
         return len(self._records) >= self.most_records or self._bytes >= self.most_bytes
 
     def offer(self, records: Sequence[Record], drop: DropPolicy) -> None:
-        """Add records without waiting. Records beyond the capacity are dropped and counted."""
+        """Add records without waiting. Records beyond the capacity are dropped and counted.
+
+        `drop` states which records are dropped: the oldest in the buffer, or the newest, which are being
+        added.
+        """
         self._count(records)
         for record in records:
             if self.is_full and drop == "newest":

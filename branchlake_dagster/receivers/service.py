@@ -172,7 +172,7 @@ class Intake:
             pass
 
     def give_up(self) -> None:
-        """Let a waiting hand-over return soon."""
+        """Let a waiting hand-over return soon. Its records remain, and `count_remaining` counts them."""
         self._given_up.set()
         self.sink.stop_waiting()
 
@@ -289,7 +289,7 @@ class Receivers:
         return Health("degraded" if reasons else "ready", tuple(reasons))
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return the final counts, one entry for each intake."""
+        """Return the counts of each intake as a dictionary for JSON, in the order of `intakes`."""
         return [
             {
                 "topic": intake.topic,

@@ -166,7 +166,7 @@ class UdpSource:
             self._counts.dropped["kernel"] = count_kernel_drops(os.fstat(self._socket.fileno()).st_ino)
 
     def _read(self) -> int:
-        """Read available datagrams, up to a limit. Return their number."""
+        """Move available datagrams, at most `_MAX_READS`, to the buffer. Return the number of datagrams."""
         if self._socket is None:
             return 0
         records: list[Record] = []
