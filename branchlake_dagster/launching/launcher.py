@@ -39,7 +39,7 @@ from branchlake_dagster.stored_names import RunTag
 
 _MODULE = "branchlake_dagster.launching.template"
 _FORK_TIMEOUT_S = 30.0
-"""A fork takes milliseconds, but a machine that swaps may need longer."""
+"""Seconds to wait for a fork. A fork takes milliseconds, but a machine that swaps may need longer."""
 _RETRY_LOAD_AFTER_S = 60.0
 """Pause after a failed load. Repeating the load for each run would double the wait of each run."""
 
@@ -257,7 +257,7 @@ class Templates:
         slot.template = None
 
     def process_ids(self) -> dict[str, int]:
-        """Return the process id of each template, by code location."""
+        """Return the process id of each template, by the name of its code location."""
         return {name: slot.template.pid for name, slot in self._slots.items() if slot.template}
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Mapping[str, Any]) -> Self:
-        """Create the launcher as Dagster does."""
+        """Create the launcher. Dagster calls this with the values of dagster.yaml."""
         return cls(inst_data, **config_value)
 
     def launch_run(self, context: LaunchRunContext) -> None:
@@ -381,7 +381,7 @@ class WarmRunLauncher(DefaultRunLauncher):
         )
 
     def warm_processes(self) -> dict[str, int]:
-        """Return the process id of each warm process, by code location."""
+        """Return the process id of each warm process, by the name of its code location."""
         return self._templates.process_ids()
 
     def dispose(self) -> None:

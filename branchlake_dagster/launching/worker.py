@@ -151,7 +151,10 @@ def report_crash(run: WorkerRun, exit_code: int) -> int:
 
 
 def _differ_from_siblings() -> None:
-    """Seed numpy's random numbers anew, which each fork has inherited. The fork itself seeds Python's."""
+    """Seed numpy's global random numbers anew, because each fork inherits the same state.
+
+    Python seeds its own random numbers in each fork.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -165,11 +168,12 @@ _CLOSING_S = 30.0
 
 
 def end_process(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
-    """End this process with `status`, and do what user code relies on at the end of a process.
+    """End this process with `status`, after what user code relies on at the end of a process.
 
-    Threads other than daemons have ended. Functions that are registered with `atexit` were called, the last
-    one first. Open files are closed, also the `inherited` ones. An object that completes its file only when
-    it is freed, such as an open archive or Parquet writer, does not complete it.
+    First, threads other than daemons end. Then functions that are registered with `atexit` are called, the
+    last one first. Then open files are closed, also the `inherited` ones, for at most 30 seconds. An object
+    that completes its file only when it is freed, such as an open archive or Parquet writer, does not
+    complete it.
     """
     closing = threading.Event()
     # A daemon thread may hold a file's lock for ever, for example while it waits for a reader that has ended.
@@ -187,7 +191,7 @@ def end_process(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
 
 
 def list_open_files() -> Sequence[Any]:
-    """List every file object known to the garbage collector, except the three standard streams."""
+    """Return all file objects known to the garbage collector, except the three standard streams."""
     objects = gc.get_objects()
     # By type, because there are few types. `isinstance` would also call proxies of other libraries, with any
     # effect.
