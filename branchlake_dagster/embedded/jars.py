@@ -143,7 +143,7 @@ def _file_identity(path: Path) -> Identity:
 
 
 def _load_digests(digest_cache: Path | None) -> dict[str, tuple[Identity, str]]:
-    """Return the remembered identity and digest of each jar by its path; empty for a damaged file."""
+    """Return the stored identity and digest of each jar by its path; {} without a readable file."""
     try:
         entries: dict[str, Any] = json.loads(digest_cache.read_text()) if digest_cache else {}
         return {name: (_as_identity(numbers), str(digest)) for name, (numbers, digest) in entries.items()}

@@ -40,7 +40,7 @@ from branchlake_dagster.waiting import holds_within
 LIMIT_BYTES = 16 << 20
 """The size in bytes above which a log is rotated."""
 EARLIER_FILES = 3
-"""The number of earlier files: a log takes at most 64 MiB, plus the lines between two rotations."""
+"""The number of rotated files of a log: a log takes at most 64 MiB, plus the lines between two rotations."""
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -156,7 +156,7 @@ appender.console.layout.pattern = \
 
 
 def write_log_config(folder: Path) -> Path:
-    """Write the log configuration into `folder`, and return the file."""
+    """Write Spark's log configuration, which replaces bearer tokens, into `folder`, and return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "log4j2.properties"
     config_file.write_text(_CONFIGURATION)

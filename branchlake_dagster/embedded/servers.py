@@ -152,7 +152,7 @@ class EmbeddedServers:
         )
 
     def archives(self) -> dict[str, Archive]:
-        """Return the archive of each embedded server, whether its file exists or not.
+        """Return the archive of each embedded server by name, whether its file exists or not.
 
         A server whose Java does not support archives is omitted.
         """

@@ -162,7 +162,7 @@ def _import_modules() -> None:
 
 
 def main(listener_fd: int, server_pid: int) -> int:
-    """Run the warm process, and each of its forks. Return the exit status."""
+    """Run the warm process until Spark's server ends, and each of its forks. Return the exit status 0."""
     try:
         spark = psutil.Process(server_pid)
     except psutil.NoSuchProcess:

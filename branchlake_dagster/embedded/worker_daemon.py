@@ -108,7 +108,10 @@ def _connect_socket(folder: Path) -> socket.socket:
 
 
 def _start_warm(folder: Path) -> None:
-    """Start the warm process. Its socket listens on return; it answers after its imports."""
+    """Start the warm process without waiting for its imports.
+
+    Its socket accepts connections on return, but the process answers only after its imports.
+    """
     (folder / _SOCKET).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.chdir(folder):
