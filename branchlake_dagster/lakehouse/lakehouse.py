@@ -55,7 +55,7 @@ _clients_lock = threading.Lock()
 
 
 def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
-    """Return the process's shared client with its open connections.
+    """Return the client that all resources of this process share, with its open connections.
 
     Dagster makes several copies of a resource, which should not open connections of their own.
     """
