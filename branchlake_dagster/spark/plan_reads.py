@@ -262,7 +262,7 @@ def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
 
 
 def _outermost_relations(message: Any) -> Iterator[Relation]:
-    """Yield the relations in a message that are not inside another relation."""
+    """Yield the relations in a protobuf message that are not inside another relation."""
     from pyspark.sql.connect.proto import Relation
 
     for child in _child_messages(message):

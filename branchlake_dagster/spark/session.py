@@ -61,12 +61,12 @@ def quote_spark_name(name: str) -> str:
 
 
 def quote_spark_path(parts: Iterable[str]) -> str:
-    """Return a quoted name of several parts, such as catalog, namespaces and table."""
+    """Return a name of several parts, such as catalog, namespaces and table, with each part in backticks."""
     return ".".join(map(quote_spark_name, parts))
 
 
 def quote_spark_string(value: str) -> str:
-    """Return a string literal. Backslashes are doubled, because Spark reads them as escapes."""
+    """Return a SQL string literal in single quotes. Backslashes and single quotes are escaped."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
