@@ -63,7 +63,7 @@ class Reach:
     ) -> TimeWindow:
         """Return an interval that contains every window whose results depend on a row from `start` to `end`.
 
-        The interval may contain other windows too; `required_window` can rule them out.
+        The interval may contain other windows too; compare `required_window` of each to exclude them.
         """
         low = _nearest_window_border(definition, start - self.after, -1)
         high = _nearest_window_border(definition, end + self.before, 1)
@@ -75,9 +75,9 @@ class Reach:
     def complete_before(
         self, definition: TimeWindowPartitionsDefinition | None, through: datetime
     ) -> datetime:
-        """Return a time before which no result depends on rows of `through` or later.
+        """Return the time before which all results are complete, if all input rows before `through` exist.
 
-        It is at most `through`.
+        It is at most `through`, and earlier if results depend on rows after their own window.
         """
         if definition is None or self.end_offset <= 0:
             return through - self.after
@@ -89,9 +89,9 @@ class Reach:
         )
 
     def widen_ranges(self, ranges: Ranges, *, to_required_rows: bool) -> Ranges:
-        """Return the values whose results a change of these values affects.
+        """Return the values whose results are affected by a change of the values in `ranges`.
 
-        With `to_required_rows`, return the values of the rows that the results of these values depend on.
+        With `to_required_rows`, return instead the values of the rows that the results of `ranges` depend on.
         Dates are moved by whole days.
         """
         back, ahead = (self.before, self.after) if to_required_rows else (self.after, self.before)
@@ -127,7 +127,7 @@ def _shift_window_border(
 def _nearest_window_border(
     definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int
 ) -> datetime:
-    """Return the last window border up to `moment`; with direction 1, the first border from it on."""
+    """Return the last window border up to `moment`; with direction 1, the first border at or after it."""
     if direction > 0:
         following = definition.get_next_partition_window(moment, respect_bounds=False)
         return following.start if following is not None else moment
@@ -202,9 +202,10 @@ def time_dimension(
 
 
 class PartitionFinder:
-    """Finds the partitions that rows may belong to, like `affected_partition_keys`, for many files.
+    """Finds which of the given partitions depend on changed rows, like `affected_partition_keys`.
 
-    The windows of the partitions are computed once, so that each call costs a binary search.
+    Use it for many files: the windows of the partitions are computed once, so that each call costs a binary
+    search.
     """
 
     def __init__(
@@ -288,9 +289,9 @@ def partition_coverage(
 ) -> dict[str, Any]:
     """Describe the partitions that exist now, by dimension.
 
-    A dimension of time windows has the text `start/end` in UTC, the empty text if it has no window yet. If
-    the definition has exclusions, ` without ` and these follow. Any other dimension has the sorted list of
-    its keys.
+    For a dimension of time windows, the description is the text `start/end` in UTC, or the empty text if no
+    window exists yet. Exclusions of the definition are appended, after ` without `. For any other dimension,
+    it is the sorted list of its keys.
     """
     by_dimension: dict[str, Any] = {}
     for name, part in dimension_definitions(definition).items():
@@ -305,7 +306,7 @@ def partition_coverage(
 
 
 def _format_exclusions(definition: TimeWindowPartitionsDefinition) -> str:
-    """Format the exclusions of a definition; empty without them."""
+    """Return the exclusions of a definition as a suffix that starts with ` without `; empty without them."""
     exclusions = sorted(map(str, definition.exclusions or ()))
     return f"{_WITHOUT}{'; '.join(exclusions)}" if exclusions else ""
 
@@ -313,7 +314,10 @@ def _format_exclusions(definition: TimeWindowPartitionsDefinition) -> str:
 def is_covered_partition(
     coverage: Mapping[str, Any], definition: PartitionsDefinition[str], key: str
 ) -> bool:
-    """Whether a partition is among those that `partition_coverage` described."""
+    """Whether a partition is among those that `partition_coverage` described in `coverage`.
+
+    False if the definition has other exclusions than at that time.
+    """
     if isinstance(definition, MultiPartitionsDefinition):
         values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
     else:

@@ -56,10 +56,11 @@ def build_change_table(
     change_of: str,
     properties: Mapping[str, str],
 ) -> ChangeTable:
-    """Build a table with the columns and partition specs of `source` that holds only `files`.
+    """Build a table with the columns and partition specs of `source` that contains only `files`.
 
-    Nothing is committed. `ChangeTable.written_paths` lists the manifests that were written. `properties` are
-    added to the snapshot summaries.
+    Nothing is committed to the catalog. `ChangeTable.written_paths` lists the manifests that were written.
+    `change_of` is the dotted name of the source, recorded in the snapshot summaries together with
+    `properties`.
     """
     metadata = source.metadata.model_copy(
         update={
@@ -166,8 +167,9 @@ class ChangeTables:
         *,
         where: Selection | None = None,
     ) -> ChangeTablePair:
-        """Create the change tables of an input for a consumer, limited to the rows of `where`.
+        """Create the tables of added and of removed rows of an input, limited to the rows of `where`.
 
+        `identifier` is the input's table, `consumer_identifier` the asset's; both are part of the new names.
         The tables refer to the changed files if all rows of these files belong to them. Otherwise rows are
         copied.
         """
@@ -192,7 +194,7 @@ class ChangeTables:
         )
 
     def create_empty(self, upstream: UpstreamTable, identifier: Identifier) -> Identifier:
-        """Create a table with the input's columns and without rows."""
+        """Create a table with the input's columns and without rows, and return its identifier."""
         name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._tables_by_name)}")
         change_table = build_change_table(
             upstream.table,
@@ -271,7 +273,7 @@ class ChangeTables:
 
 
 def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
-    """Return the change without the data files that, by their bounds, have no row of the selection."""
+    """Return the change without the data files whose bounds show that no row is in the selection."""
     schema = table.schema()
     may_match = ReliableInclusiveEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return replace(
@@ -282,7 +284,7 @@ def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> Chang
 
 
 def _is_all_selected(change: ChangeSet, where: Selection, table: Table) -> bool:
-    """Whether, by their bounds, the changed data files have only rows of the selection."""
+    """Whether the bounds of the changed data files show that all their rows are in the selection."""
     schema = table.schema()
     all_match = ReliableStrictEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return all(all_match(file.file) for file in (*change.added, *change.removed))

@@ -55,8 +55,9 @@ def commits_of_change(
 
     The list is empty if the change is the whole table. Snapshots that are not on `main` yet, such as those of
     the run itself, have no commit. The log of `main` is read from the commit `main_hash` (empty: the head)
-    back to the commit before the change; the server sends only entries that may concern this table.
-    `after_hash` is a commit before the change, if one is known.
+    back to `after_hash`, a commit before the change. If `after_hash` is empty, or no longer on `main`,
+    reading ends at the first snapshot before the change. The server sends only entries that may concern this
+    table.
     """
     if change.since is None or not change.steps:
         return []
@@ -91,7 +92,7 @@ def commits_of_change(
 def _iter_put_entries(
     client: NessieClient, key: ContentKey, ref: str, after_hash: str
 ) -> Iterator[tuple[LogEntry, int]]:
-    """Yield the commits that put the table, newest first, with the table's snapshot in each."""
+    """Yield the commits that put the table, newest first, each with the id of the table's snapshot."""
     entry_count = 0
     try:
         for entry in client.log(
@@ -137,9 +138,9 @@ def _cel_literal(key: ContentKey) -> str:
 
 
 def position_at(lake: Lakehouse, identifier: tuple[str, ...], at: datetime) -> Position | None:
-    """Return the position of a table on `main` at a time; None if the table did not exist.
+    """Return the position of a table on `main` at a time; None if the table or `main` did not exist.
 
-    Reads Nessie's log back to that time.
+    Cost: reads Nessie's log back to that time.
     """
     key = ContentKey(identifier)
     for entry in lake.nessie.log(MAIN):

@@ -68,15 +68,18 @@ CachedValue = TypeVar("CachedValue")
 
 @dataclass(frozen=True)
 class PartitionGroup:
-    """Partitions that start from the same positions. Empty for an asset without partitions."""
+    """Partitions that start from the same positions.
+
+    `partitions` is empty for an asset without partitions.
+    """
 
     partitions: tuple[str, ...]
     start_positions: Mapping[str, Position | None]
-    """The start position by input name. None means that the whole input is new."""
+    """The start position by dotted name of the input. None means that all rows of the input are consumed."""
 
 
 class Consumption:
-    """What a step of a run consumes. All data is read once, when it is first needed.
+    """The changes that one step of a run consumes. All data is read once, when it is first needed.
 
     `partitions` are the partitions of the run. `rebuild` ignores the recorded positions and consumes
     everything. `instance` is used to list dynamic partitions.
@@ -116,9 +119,10 @@ class Consumption:
 
     @cached_property
     def inputs(self) -> dict[AssetKey, UpstreamTable]:
-        """The consumed inputs on the run's branch, without optional ones that have no table yet.
+        """The tables of the consumed inputs on the run's branch, by asset.
 
-        Raises TableMissing if another input has none, or one that was consumed before, or every input.
+        Optional inputs without a table are left out. Raises TableMissing if a required input has no table, if
+        an optional input has lost the table that was consumed before, or if no input has a table.
         """
         declaration = self.consumer.declaration
         upstreams: dict[AssetKey, UpstreamTable] = {}
@@ -159,7 +163,10 @@ class Consumption:
         return _load_table_or_none(self._main_catalog, self.consumer.spec.identifier)
 
     def target_column_type(self, column: str) -> IcebergType | None:
-        """Return the type of a column of the asset's table; None if it does not exist yet."""
+        """Return the type of a column of the asset's table on `main`.
+
+        None if the table or the column does not exist yet.
+        """
         fields = self._target_table.schema().fields if self._target_table is not None else ()
         return next((field.field_type for field in fields if field.name == column), None)
 
@@ -167,8 +174,11 @@ class Consumption:
     def positions(self) -> Positions:
         """The positions up to which the asset's table on `main` had consumed its inputs at the run's start.
 
-        The branch is not read, because an earlier attempt of this step may have written there. Raises
-        PositionUnreadable and ChangeLost.
+        They are empty if the table does not exist. The run's branch is not read, because an earlier attempt
+        of this step may have written to it.
+
+        Raises PositionUnreadable. Raises ChangeLost if the asset's own table was rolled back and the
+        declaration has `when_lost="fail"`. A rebuild raises neither.
         """
         if self._target_table is None:
             return Positions()
@@ -194,7 +204,8 @@ class Consumption:
     def groups(self) -> tuple[PartitionGroup, ...]:
         """The partitions of the run, grouped by their start positions.
 
-        Raises ChangeLost if a change is lost and the declaration has `when_lost="fail"`.
+        If everything is consumed, the only group has all partitions, and its start positions are None. Raises
+        ChangeLost if a change is lost and the declaration has `when_lost="fail"`.
         """
         if self._rebuild:
             return (self._whole_group,)
@@ -244,7 +255,10 @@ class Consumption:
 
     @property
     def whole(self) -> bool:
-        """Whether the asset gets everything, so that its result replaces all earlier rows."""
+        """Whether the asset gets all rows of an input, so that its result replaces all earlier rows.
+
+        For a partitioned asset, these are the rows of the run's partitions.
+        """
         return any(since is None for group in self.groups for since in group.start_positions.values())
 
     def _find_record(self, partition: str | None) -> ConsumptionRecord | None:
@@ -279,7 +293,9 @@ class Consumption:
         return start_positions
 
     def _first_position(self, upstream: UpstreamTable) -> Position | None:
-        """Return the position at which a new consumer begins."""
+        """Return the position at which a new consumer begins, by `start`. None means that all rows are
+        consumed.
+        """
         declaration = self.consumer.declaration
         if declaration.start == "beginning":
             return None
@@ -291,10 +307,10 @@ class Consumption:
         )
 
     def _earliest_start(self, upstream: UpstreamTable) -> Position | None:
-        """Return the earliest position of an input that partitions have recorded; None if there is none.
+        """Return the earliest position of an input that any partition has recorded; None if there is none.
 
-        With `start="now"` all partitions begin at the same time, also those whose first run comes hours after
-        the others'. The first runs record it.
+        With `start="now"`, all partitions must begin at the same time, although their first runs may be hours
+        apart. So each later run begins at the position that the first run recorded.
         """
         recorded = [record.inputs.get(upstream.name) for record in self.positions.partitions.values()]
         starts = [one for one in recorded if one and one.table_uuid == upstream.up_to.table_uuid]
@@ -303,8 +319,9 @@ class Consumption:
         return min(starts, key=lambda one: order.get(one.snapshot_id or 0, -1), default=None)
 
     def _position_or_fallback(self, upstream: UpstreamTable, since: Position | None) -> Position | None:
-        """Return the position; if its change is lost, the position that `when_lost` asks for. None: all rows.
+        """Return the position, or another position by `when_lost` if the change since then is lost.
 
+        With `rebuild` the result is None (all rows are consumed), with `skip` the present end of the input.
         Raises ChangeLost if `when_lost` is `fail`.
         """
         if since is None:
@@ -328,13 +345,15 @@ class Consumption:
     # -- changes -----------------------------------------------------------------------------------
 
     def changes(self, key: AssetKey) -> Iterator[tuple[PartitionGroup, ChangeSet]]:
-        """Yield the change of an input for each group of partitions."""
+        """Yield pairs of a partition group and the change of an input since that group's start position."""
         upstream = self.inputs[key]
         for group in self.groups:
             yield group, self.change_since(upstream, group.start_positions[upstream.name])
 
     def change_since(self, upstream: UpstreamTable, since: Position | None) -> ChangeSet:
-        """Return the change of an input since a position. Raises ChangeLost."""
+        """Return the change of an input since a position; a position of None means all rows. Raises
+        ChangeLost.
+        """
         cache_key = upstream.name, since
         if cache_key not in self._changes:
             self._changes[cache_key] = capture_change(
@@ -346,7 +365,7 @@ class Consumption:
         """Return the commits on `main` that published the consumed change of an input, oldest first.
 
         If partitions start from different positions, these are the commits of all partitions, each commit
-        once. They are read once.
+        once. Nessie's log is read only at the first call. The list is empty if the whole input is consumed.
         """
         if key not in self._commits:
             self._commits[key] = self._read_commits(key)
@@ -396,7 +415,7 @@ class Consumption:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to consume."""
+        """Whether no input has a change to consume."""
         return all(change.empty for key in self.inputs for _, change in self.changes(key))
 
     def ranges(self, column: str) -> Ranges:
@@ -410,7 +429,10 @@ class Consumption:
 
     @property
     def affected_ranges(self) -> Ranges:
-        """The values whose results depend on changed rows. With `widen` more than `changed_ranges`."""
+        """The values of the range column whose results depend on changed rows.
+
+        With `widen`, they cover more than `changed_ranges`.
+        """
         return self._collect_ranges(self.consumer.declaration.range_column_of, self.groups, affected=True)
 
     def _collect_ranges(
@@ -441,10 +463,11 @@ class Consumption:
     # -- the result --------------------------------------------------------------------------------
 
     def build_update(self, snapshot_id: int | None = None) -> PropertyUpdate:
-        """Return the property changes that record what the step has consumed.
+        """Return the changes of table properties that record what the step has consumed.
 
         `snapshot_id` is the snapshot of the asset's table that has the result; None if there is none. The
-        update is empty if these inputs are recorded for all partitions already.
+        update is empty if the same positions are already recorded for all partitions of the run, unless
+        partitions are computed in order or everything was computed anew.
         """
         record = replace(self._new_record(), snapshot_id=snapshot_id)
         # Partitions in order: every result is recorded, because the next ones are computed from it.
@@ -503,14 +526,14 @@ class Consumption:
         return partition_predecessors(definition, self._all_partitions) if definition is not None else {}
 
     def _predecessor_run(self, partition: str, own_run_id: str) -> str:
-        """Return the run that computes the partition before this one, which may be the step's own run."""
+        """Return the run that computes the previous partition. It may be the step's own run."""
         predecessor = self._predecessors.get(partition)
         return own_run_id if predecessor in self.partitions else self.predecessor_run(partition)
 
     def predecessor_run(self, partition: str) -> str:
-        """Return the run that computed the partition before this one on `main`.
+        """Return the id of the run that computed the previous partition on `main`.
 
-        The result is the empty string if no run has computed it.
+        The result is the empty string if there is no previous partition or no run has computed it.
         """
         predecessor = self._predecessors.get(partition)
         return (
@@ -523,8 +546,8 @@ class Consumption:
     def blocking_partition(self) -> str | None:
         """An earlier partition that still has changes to consume, or None.
 
-        The run's partitions are computed from it, so they are computed again after it. Always None if the
-        partitions are not computed in order.
+        The partitions of this run are computed from its result, so they must be computed again afterwards.
+        Always None if the partitions are not computed in order.
         """
         definition = self.consumer.definition
         if not self.consumer.computes_in_order or definition is None:
@@ -544,8 +567,9 @@ class Consumption:
     def plan_batches(self, remaining: Iterable[str], max_partitions: int | None) -> list[PartitionBatch]:
         """Divide the remaining partitions into batches that different runs can compute in parallel.
 
-        Each partition is a batch. If each partition is computed from the one before it, a batch is the first
-        `max_partitions` (None: all) of the remaining partitions that follow each other.
+        Usually each partition is its own batch. If partitions are computed in order, there is one batch for
+        each chain of partitions: its first `max_partitions` remaining partitions (None: all). The others of
+        the chain are `waiting`.
         """
         definition, partitions = self.consumer.definition, {*remaining}
         if definition is None or not self.consumer.computes_in_order:
@@ -553,7 +577,10 @@ class Consumption:
         return plan_batches(definition, partitions, self._all_partitions, max_partitions)
 
     def get_or_compute(self, name: str, compute: Callable[[], CachedValue]) -> CachedValue:
-        """Return the value of `compute()`, called once per name. Inputs and output share it."""
+        """Return the value of `compute()`, which is called only once per name.
+
+        The step's inputs and its output share the value.
+        """
         if name not in self._cache:
             self._cache[name] = compute()
         result: CachedValue = self._cache[name]
@@ -582,10 +609,11 @@ class Consumption:
         )
 
     def _valid_through(self, remaining: Collection[str], end_ms: int | None) -> ValidThrough | None:
-        """Return the time up to which the inputs and the table are complete after this run.
+        """Return the time up to which the inputs and the table are complete after this run; None if not
+        known.
 
-        It is computed from recorded properties. `remaining` are the partitions that still have something to
-        consume after the run.
+        It is computed from times that the inputs' tables have recorded. `remaining` are the partitions that
+        still have something to consume after the run. `end_ms` is the result of `windows_end_ms`.
         """
         input_times = {
             key: position_store.recorded_time(upstream.table.metadata, upstream.name)
@@ -637,17 +665,19 @@ class Consumption:
     def runs_by_partition(
         self, partitions: Iterable[str], select_runs: Callable[[Collection[str]], Collection[str]]
     ) -> dict[str, set[str]]:
-        """Return the runs that changed what each partition has left, if `select_runs` returns them.
+        """Return, for each partition, the runs that made its unconsumed changes.
 
-        Raises ChangeLost.
+        `select_runs` gets the ids of these runs and returns those to include. Partitions without such runs
+        have no entry. Raises ChangeLost.
         """
         return runs_by_partition(self._consumer_state(), partitions, select_runs)
 
     def consumed_run_ids(self, select_runs: Callable[[Collection[str]], Collection[str]]) -> set[str]:
-        """Return the runs whose changes the step consumes, if `select_runs` returns them.
+        """Return the ids of the runs whose changes the step consumes.
 
-        Without partitions, only table metadata is read. If the step consumes everything, the result has all
-        runs that the metadata of the inputs still names. Raises ChangeLost.
+        `select_runs` gets the ids and returns those to include. Without partitions, only table metadata is
+        read. If the step consumes everything, these are all runs that the metadata of the inputs still names.
+        Raises ChangeLost.
         """
         if self.partitions:
             run_ids_by_partition = self.runs_by_partition(self.partitions, select_runs)

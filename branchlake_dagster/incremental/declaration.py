@@ -2,8 +2,8 @@
 
 `consumes` writes the declaration as asset metadata, and `parse_declaration` reads it as a `Declaration`. A
 `Consumer` combines the declaration with the asset's table, its partitions and the tables of its inputs.
-`UpstreamTable` is the table of one input on the run's branch. `require_columns` raises an error if an input
-lacks a column that the consumer needs to find changes.
+`UpstreamTable` is the table of one input on the run's branch. `require_columns` raises InputColumnGone if an
+input lacks a column that the consumer needs to find changes.
 """
 
 from __future__ import annotations
@@ -211,7 +211,11 @@ def consumes(
 
 @dataclass(frozen=True)
 class Declaration:
-    """The arguments of `consumes`, as values."""
+    """The arguments of `consumes`, parsed from asset metadata.
+
+    `inputs` maps each consumed asset to its pattern. `widen` has the length of time before and after (see
+    `consumes`); both are zero if it is not declared.
+    """
 
     inputs: Mapping[AssetKey, Pattern]
     keys: tuple[str, ...] = ()
@@ -224,31 +228,44 @@ class Declaration:
     from_start: bool = False
     widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
     column_overrides: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
-    """The inputs that name their own columns."""
+    """The inputs that name their own key columns or time column, with these names."""
     optional: frozenset[AssetKey] = frozenset()
-    """The inputs that may have no table."""
+    """The inputs that may have no table yet."""
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
 
     def key_columns_of(self, key: AssetKey) -> tuple[str, ...]:
-        """Return the key columns of an input, in the order of `keys`."""
+        """Return the key columns of an input, in the order of `keys`. Inputs without their own names use
+        `keys`.
+        """
         override = self.column_overrides.get(key)
         return override.keys if override is not None and override.keys else self.keys
 
     def time_column_of(self, key: AssetKey) -> str | None:
-        """Return the input column of dates or time stamps that decides on partitions and ranges, or None."""
+        """Return the date or time stamp column of an input that decides on partitions and ranges.
+
+        None if neither the input nor `consumes` names a column; then the column of the asset's own table
+        counts.
+        """
         override = self.column_overrides.get(key)
         return override.on if override is not None and override.on is not None else self.on
 
     def range_column_of(self, key: AssetKey) -> str | None:
-        """Return the column of an input whose ranges are consumed with the pattern `range`."""
+        """Return the input column whose changed values are the ranges of the pattern `range`.
+
+        This is the time column of the input, else `into`; None if neither is declared.
+        """
         return self.time_column_of(key) or self.into
 
     @property
     def range_column(self) -> str | None:
-        """The column of the asset's own table whose ranges are replaced with the pattern `range`."""
+        """The column of the asset's own table whose ranges are replaced with the pattern `range`.
+
+        This is `into`, else `on`, else the column that all inputs name themselves. None if there is no such
+        column.
+        """
         if self.into or self.on:
             return self.into or self.on
         time_columns = {override.on for override in self.column_overrides.values()}
@@ -267,7 +284,7 @@ class Declaration:
 def parse_declaration(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
     """Return the declaration in an asset's metadata; None if the asset consumes no changes.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError if the metadata is not a declaration, or if its arguments contradict each other.
     """
     value = unwrap_metadata(metadata.get(AssetMetadata.CONSUMES))
     if value is None:
@@ -381,7 +398,11 @@ Identifier = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Consumer:
-    """An asset that consumes changes: its table, its partitions, and the tables of its inputs."""
+    """An asset that consumes changes: its table, its partitions, and the tables of its inputs.
+
+    `asset` is the asset's key as text. `inputs` maps each consumed asset to the identifier of its table.
+    `definition` is the asset's partition definition; None for an asset without partitions.
+    """
 
     asset: str
     spec: TableSpec
@@ -398,30 +419,37 @@ class Consumer:
 
     @property
     def computes_in_order(self) -> bool:
-        """Whether each partition is computed from the one before it, which must be published first."""
+        """Whether each partition is computed from the previous partition, which must be published first."""
         return self.tracks_partitions and self.declaration.from_start
 
     def reach_of(self, key: AssetKey) -> Reach:
-        """Return how far results depend on rows of an input outside their own window."""
+        """Return how far outside their own window the rows of an input may be on which results depend."""
         return self.reaches.get(key, Reach())
 
     @property
     def when_removed(self) -> WhenRemoved:
-        """How rows that were removed from an input are treated, with the pattern `rows`."""
+        """What to do with rows that were removed from an input, with the pattern `rows`.
+
+        This is the declared value. The default is `apply` for an upsert without `commits`, else `fail`.
+        """
         declared_choice = self.declaration.when_removed
         if declared_choice is not None:
             return declared_choice
         return "apply" if self.spec.write_mode == "upsert" and not self.declaration.commits else "fail"
 
     def column_of_input(self, key: AssetKey, dimension: str) -> str:
-        """Return the column of an input that decides on a partition in this dimension."""
+        """Return the input column whose values decide to which key of a partition dimension a row belongs.
+
+        For a dimension of time windows this is the input's time column, if one is declared. Otherwise it is
+        the name of the column in the asset's own table. The input may lack the column.
+        """
         own_column = self.spec.columns_by_dimension[dimension]
         part = dimension_definitions(self.definition).get(dimension) if self.definition is not None else None
         is_time_window = isinstance(part, TimeWindowPartitionsDefinition)
         return self.declaration.time_column_of(key) or own_column if is_time_window else own_column
 
     def columns_of_input(self, key: AssetKey, table: Table) -> dict[str, str]:
-        """Return the columns of an input that decide on a partition, by dimension.
+        """Return the input columns that decide on a row's partition, by dimension.
 
         Dimensions whose column the input lacks are left out.
         """
@@ -432,9 +460,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class UpstreamTable:
-    """An input on the run's branch.
+    """The table of an input on the run's branch.
 
-    `up_to` is its position there, in terms of the snapshots that `main` had where the branch began.
+    `name` is its dotted name. `up_to` is the position up to which it is consumed. It names only snapshots
+    that `main` had when the branch was created, so that it is still valid after the publication.
     """
 
     key: AssetKey

@@ -55,7 +55,7 @@ _TICK = timedelta(microseconds=1)
 
 
 def widen_to_days(ranges: Ranges) -> Ranges:
-    """Widen ranges to whole days; days of time stamps are in UTC."""
+    """Return ranges of dates that contain `ranges`. The days of time stamps are in UTC."""
     return Ranges(merge_ranges([Range(_to_date(part.low), _to_date(part.high)) for part in ranges.parts]))
 
 
@@ -191,7 +191,11 @@ def _range_column(consumption: Consumption, upstream: UpstreamTable) -> str:
 
 
 def read_changed_rows(consumption: Consumption, upstream: UpstreamTable) -> ChangedRows:
-    """Read the added and removed rows of an input, without unchanged rows of rewritten files."""
+    """Read the added and removed rows of an input.
+
+    Rows that are in both, because a file was rewritten, are left out. For a partitioned asset, only rows of
+    the run's partitions are returned. With `commits=True` the rows have the columns `COMMIT_COLUMNS`.
+    """
     parts = [
         _filter_rows(
             RowReader(upstream.table, change, commits=consumption.consumer.declaration.commits).read(),
@@ -220,7 +224,11 @@ def _add_commit_hashes(rows: pa.Table, hashes: Mapping[int, str]) -> pa.Table:
 
 
 def add_change_columns(rows: pa.Table, declaration: Declaration) -> pa.Table:
-    """Add the columns that changed rows would have, for an input that is consumed as a whole."""
+    """Add the columns that changed rows have, for an input that is consumed as a whole.
+
+    The commit columns are null, and the change type is INSERT. Each is added only if the declaration asks for
+    it.
+    """
     if declaration.commits:
         for name, kind in COMMIT_COLUMNS.items():
             rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
@@ -232,7 +240,11 @@ COMMIT_COLUMNS = {ORDINAL: pa.int32(), SNAPSHOT: pa.int64(), COMMIT: pa.string()
 
 
 def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: ChangedRows) -> pa.Table:
-    """Return the changed rows in the form that the asset asks for. Raises RowsRemoved."""
+    """Return the changed rows as the asset gets them by `when_removed`.
+
+    With `deliver`, these are added and removed rows with their change type; otherwise only the added rows.
+    Raises RowsRemoved if there are removed rows that the asset's table cannot follow.
+    """
     policy = consumption.consumer.when_removed
     if policy == "deliver":
         return rows.with_change_types()
@@ -242,7 +254,7 @@ def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: Change
 
 
 def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count: int) -> RowsRemoved:
-    """Return the error for removed rows that cannot be removed from the asset's table."""
+    """Return the error for removed rows of an input that the asset's table cannot follow."""
     consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
         columns = [
@@ -303,7 +315,7 @@ def _iter_changed_keys(
 
 
 def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: Sequence[str]) -> list[str]:
-    """Return the columns of an input that hold the asset's key columns `keys`."""
+    """Return the columns of an input that correspond to the asset's key columns `keys`, in the same order."""
     return (
         [*consumption.consumer.declaration.key_columns_of(upstream.key)]
         if upstream.pattern == "keys"
@@ -312,7 +324,7 @@ def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: S
 
 
 def read_input_keys(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
-    """Return `read_changed_keys` with the column names of an input."""
+    """Return the keys of `read_changed_keys`, with the column names of an input."""
     changed_keys = read_changed_keys(consumption)
     return changed_keys.rename_columns(input_key_columns(consumption, upstream, changed_keys.column_names))
 
@@ -330,7 +342,7 @@ def _concat_tables(parts: Iterator[pa.Table]) -> pa.Table:
 
 
 def filter_by_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
-    """Return the rows whose key is among `keys`. Null equals null."""
+    """Return the rows of an Arrow table whose key is among `keys`. Null equals null."""
     names = keys.column_names
     row_keys = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
     matches = row_keys.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
@@ -342,7 +354,11 @@ MAX_LITERALS = 2_000
 
 
 def load_rows(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
-    """Load the rows of an input for the asset. Raises RowsRemoved, RowsUnreadable and ChangeLost."""
+    """Load the rows of an input for the asset, by its pattern.
+
+    Returns the changed rows, all rows of changed keys, or all rows in changed ranges; all rows if everything
+    is consumed. Raises RowsRemoved, RowsUnreadable and ChangeLost.
+    """
     where = select_partition_rows(consumption, upstream, consumption.partitions)
     if upstream.pattern == "range":
         return _scan_table(
@@ -371,7 +387,7 @@ def _row_filter(selection: Selection | None, table: Table) -> BooleanExpression:
 def key_prefilter(keys: pa.Table) -> BooleanExpression:
     """Return a filter that matches all rows of the keys, and few others.
 
-    It may match other rows, but files can apply it to their metrics.
+    PyIceberg can apply it to the column metrics of files, so that it reads fewer files.
     """
     if not keys.num_rows:
         return AlwaysFalse()

@@ -1,4 +1,4 @@
-"""Decides what the result of a consumption replaces, and records what was consumed for it."""
+"""Decides which rows the result of a consumption replaces, and records what the step has consumed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from branchlake_dagster.tables.specification import TableSpec
 
 
 def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
-    """Return the table spec for this write.
+    """Return the table spec with the write mode that this write needs.
 
-    A result that was computed from everything replaces everything. A result of changed ranges replaces these.
+    If everything was consumed, the result replaces the whole table, or the run's partitions of a partitioned
+    asset. A result of changed ranges replaces the rows in these ranges (`replace_partitions`). Otherwise
+    `spec` is returned unchanged.
     """
     if consumption.whole:
         by_partition = consumption.consumer.tracks_partitions
@@ -74,7 +76,7 @@ def keep_own_rows(
 
 
 def record_consumption(consumption: Consumption, table: Table) -> Table:
-    """Record in the table's properties what was consumed for it.
+    """Record in the properties of the asset's table what the step has consumed, and return the table.
 
     If the run consumed a result that waits or waited for approval, the run waits for approval as well.
     """
@@ -108,10 +110,10 @@ _MAX_COMMITS = 100
 
 
 def consumption_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
-    """Return materialization metadata about the consumed changes: a table, and numbers to plot.
+    """Return materialization metadata about the consumed changes: a Markdown table, and numbers to plot.
 
-    `table` is the asset's own table, after `record_consumption`. Its valid-through time is included, if it
-    has one.
+    `table` is the asset's own table, after `record_consumption`. The metadata includes the valid-through
+    time, if the table has recorded one.
     """
     time = recorded_time(table.metadata, consumption.consumer.spec.name)
     valid = (
@@ -157,7 +159,7 @@ def _change_metadata(consumption: Consumption) -> dict[str, Any]:
 
 
 def _too_early_metadata(consumption: Consumption) -> dict[str, Any]:
-    """Return metadata for partitions that will be computed again after an earlier partition."""
+    """Return a note if the run's partitions must be computed again after an earlier partition; else {}."""
     blocking_partition = consumption.blocking_partition
     if blocking_partition is None:
         return {}

@@ -65,10 +65,10 @@ def pending_partitions(state: ConsumerState) -> set[str]:
     """Return the partitions for which an input has changes that were not consumed.
 
     Partitions with their own position are checked one by one, the others by the common position. A partition
-    that was created after the common position is pending if its inputs have files for it, or if the asset's
-    own table has: the partition may have been computed, left the definition and come back while its inputs
-    lost rows. If partitions are computed in order, all partitions after a pending one are included, see
-    `with_successors`. Raises ChangeLost, unless `lost_is_all`.
+    that was created after the common position is pending if its inputs may have rows for it, or if the
+    asset's own table may have such rows: the partition may have been computed, removed from the definition
+    and added again while its inputs lost rows. If partitions are computed in order, all partitions after a
+    pending one are included, see `with_successors`. Raises ChangeLost, unless `lost_is_all`.
     """
     definition = _require_definition(state)
     positions = state.positions
@@ -101,9 +101,10 @@ def pending_partitions(state: ConsumerState) -> set[str]:
 
 
 def partition_chains(definition: PartitionsDefinition[str], keys: Iterable[str]) -> list[list[str]]:
-    """Return lists of partitions in order of time, one for each combination of other dimensions' keys.
+    """Return the partitions as chains, each in order of time: one chain per combination of other keys.
 
-    `keys` must be in the order of the definition, which is that of time.
+    A definition without further dimensions has one chain. `keys` must be in the order of the definition,
+    which is that of time.
     """
     if not isinstance(definition, MultiPartitionsDefinition):
         return [[*keys]]
@@ -122,7 +123,10 @@ def partition_chains(definition: PartitionsDefinition[str], keys: Iterable[str])
 def with_successors(
     definition: PartitionsDefinition[str], partitions: Collection[str], all_keys: Iterable[str]
 ) -> set[str]:
-    """Return the partitions and all that come after one of them in its chain."""
+    """Return the given partitions, and all partitions that come after one of them in its chain.
+
+    Only partitions in `all_keys` are returned.
+    """
     successors: set[str] = set()
     for chain in partition_chains(definition, all_keys):
         first = next((number for number, key in enumerate(chain) if key in partitions), len(chain))
@@ -158,7 +162,7 @@ def plan_batches(
 
 
 def partition_predecessors(definition: PartitionsDefinition[str], all_keys: Iterable[str]) -> dict[str, str]:
-    """Return the partition before each partition in its chain. The first ones have no entry."""
+    """Map each partition to the previous partition in its chain. The first of a chain has no entry."""
     return {
         key: predecessor
         for chain in partition_chains(definition, all_keys)
@@ -178,9 +182,10 @@ def _outdated_partitions(
 ) -> set[str]:
     """Return the partitions that were not computed from the present result of their predecessor.
 
-    Each result that is computed again has another run id. A partition without an entry was as current as its
-    predecessor when the common position was recorded. A new partition is outdated if an earlier one has a
-    result, even if its inputs have no rows for it. Only the first outdated partition of a chain is returned.
+    A recomputed predecessor is recognized by its run id, which differs from the recorded `predecessor_run`. A
+    partition without an entry was as current as its predecessor when the common position was recorded. A new
+    partition is outdated if an earlier one has a result, even if its inputs have no rows for it. Only the
+    first outdated partition of a chain is returned, and partitions whose entries do not count.
     """
     outdated_keys = {*positions.void_partitions}
     for chain in partition_chains(definition, all_keys):
@@ -204,11 +209,11 @@ def _outdated_partitions(
 def changes_by_partition(
     state: ConsumerState, partitions: Iterable[str]
 ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-    """Return the consumption record of each of these partitions, and what it has left. Raises ChangeLost.
+    """Return, for each of these partitions, its consumption record and its unconsumed change.
 
-    The record is None if nothing was consumed for the partition; then everything is left and nothing is
-    counted. A file with rows of several partitions counts with all its rows in each of them. Reads the same
-    manifests as `pending_partitions`.
+    The record is None if nothing was consumed for the partition; then everything is unconsumed and nothing is
+    counted. A file with rows of several partitions counts with all its rows in each of them. Raises
+    ChangeLost. Cost: reads the same manifests as `pending_partitions`.
     """
     changes: dict[str, tuple[ConsumptionRecord | None, Unconsumed]] = {}
     for record, keys in _group_by_position(state, partitions):
@@ -245,12 +250,12 @@ def runs_by_partition(
     partitions: Iterable[str],
     select_runs: Callable[[Collection[str]], Collection[str]],
 ) -> dict[str, set[str]]:
-    """Return the runs that made the changes which each of these partitions has left.
+    """Return, for each of these partitions, the ids of the runs that made its unconsumed changes.
 
-    Partitions without such runs have no entry. `select_runs` gets the runs that changed an input and returns
-    those to count. A run counts for each partition that may have rows in a file which the run added or
-    removed, even if a later change reversed its change. Manifests are read only if there are such runs.
-    Raises ChangeLost.
+    Partitions without such runs have no entry. `select_runs` gets the ids of the runs that changed an input
+    and returns those to count. A run counts for each partition that may have rows in a file which the run
+    added or removed, even if a later change reversed its change. Manifests are read only if `select_runs`
+    returns a run. Raises ChangeLost.
     """
     run_ids_by_key: dict[str, set[str]] = defaultdict(set)
     for record, keys in _group_by_position(state, partitions):
@@ -312,8 +317,8 @@ def unconsumed_partitions(state: ConsumerState) -> set[str] | set[None]:
 def windows_end_ms(consumer: Consumer) -> int | None:
     """Return the end of the last existing time window, in ms since 1970. None without time windows.
 
-    Call it before listing the partitions that have something left: these then include a window that begins in
-    between.
+    Call it before listing the partitions that still have something to consume. If a window is added in
+    between, the list then includes it.
     """
     if not consumer.tracks_partitions or consumer.definition is None:
         return None
@@ -333,9 +338,9 @@ def compute_valid_through(
 ) -> ValidThrough | None:
     """Return the times up to which the inputs and the consumer's table are complete.
 
-    The result is None if an input has no time. `unconsumed` are the partitions that have something left;
-    `{None}` stands for a table without partitions. `end_ms` is the earlier result of `windows_end_ms`.
-    Nothing is read: only recorded times are compared.
+    The result is None if an input has no time. `unconsumed` are the partitions that still have something to
+    consume; `{None}` stands for a table without partitions. `end_ms` is the earlier result of
+    `windows_end_ms`. No table is read: only recorded times are compared.
     """
     inputs = earliest_time(_iter_complete_times(state, input_times))
     if inputs is None:
@@ -347,7 +352,11 @@ def compute_valid_through(
 def _iter_complete_times(
     state: ConsumerState, input_times: Mapping[AssetKey, InputTime | None]
 ) -> Iterable[InputTime | None]:
-    """Yield each input's time, minus the time after a result whose rows the result depends on."""
+    """Yield the time before which all results that depend on an input are complete, for each input.
+
+    It is earlier than the time of the input if results depend on rows after their own window. None is yielded
+    for an input without a time.
+    """
     windows = time_dimension(state.consumer.definition)
     definition = windows[1] if windows is not None else None
     for upstream in state.inputs:
@@ -379,7 +388,7 @@ def _unconsumed_part(state: ConsumerState, key: str | None, sources: frozenset[s
 def _count_changes(
     state: ConsumerState, record: ConsumptionRecord, keys: list[str]
 ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-    """Count what partitions with one consumption record have left."""
+    """Count the unconsumed files and rows of partitions that share one consumption record."""
     files: dict[str, int] = defaultdict(int)
     rows: dict[str, int] = defaultdict(int)
     oldest: dict[str, datetime] = {}
@@ -426,7 +435,11 @@ def _may_hold_old_rows(positions: Positions, definition: PartitionsDefinition[st
 
 
 def is_at_common_position(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether a partition without its own entry is at the common position."""
+    """Whether the common position applies to a partition that has no entry of its own.
+
+    It applies if the partition existed when the position was recorded, and shares no rows with a partition
+    that was ahead under another definition.
+    """
     common_position = positions.common_position
     if (
         common_position is None

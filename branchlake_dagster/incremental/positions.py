@@ -36,11 +36,11 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class ConsumptionRecord:
-    """How far each input was consumed, by dotted table name, and by which run.
+    """The positions up to which a run has consumed each input, by dotted table name.
 
-    `base_hash` is the hash of `main` at which the run began. `coverage` are the partitions that existed then,
-    see `partition_coverage`. Nothing was consumed for a partition that was created later, even if its rows
-    existed.
+    `base_hash` is the hash of `main` at which the run began. `coverage` describes the partitions that existed
+    then, see `partition_coverage`. Nothing was consumed for a partition that was created later, even if its
+    rows existed.
     """
 
     inputs: Mapping[str, Position]
@@ -50,12 +50,12 @@ class ConsumptionRecord:
     snapshot_id: int | None = None
     """The snapshot of the consumer's table with the run's result; None if there is none or it is unknown."""
     partition_identity: Mapping[str, str] = field(default_factory=dict)
-    """What the partitions were then, see `partition_identity`.
+    """How the partitions were defined then, see `partition_identity`.
 
     Empty if it was not recorded, or if there were no partitions.
     """
     extent: Mapping[str, str] = field(default_factory=dict)
-    """For the record of one partition: what it contained then, see `partition_extent`."""
+    """For the record of one partition: which window or keys it had then, see `partition_extent`."""
     predecessor_run: str = ""
     """For partitions that are computed in order: the run that had computed the partition before this one."""
     toggle: bool = False
@@ -98,7 +98,7 @@ class ConsumptionRecord:
 
     @classmethod
     def from_json(cls, content: str) -> ConsumptionRecord:
-        """Read what `to_json` returned. Raises ValueError, KeyError or TypeError."""
+        """Parse the result of `to_json`. Raises ValueError, KeyError or TypeError for any other text."""
         values = json.loads(content)
         inputs = {name: Position.from_dict(position) for name, position in values["inputs"].items()}
         return cls(
@@ -120,9 +120,10 @@ class Unconsumed:
     """The published change that a consumer has not consumed: `rows` in `files` changed since `oldest`.
 
     `whole` means that the consumer has consumed nothing yet or must start again; then nothing is counted.
-    `new` means that no file changed, but partitions are left that were defined later than their rows, or that
-    are computed from a recomputed partition. `trouble` is the reason why the change is unknown.
-    `missing_input` is a message about an input that does not exist. Rows outside all partitions do not count.
+    `new` means that no file changed, but some partitions must still be computed: they were defined later than
+    their rows, or are computed from a recomputed partition. `trouble` is the reason why the change is
+    unknown. `missing_input` is a message about an input that does not exist. Rows outside all partitions do
+    not count.
     """
 
     files: int = 0
@@ -152,7 +153,7 @@ class Unconsumed:
         return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
 
     def format_summary(self) -> str:
-        """Format what is left as a phrase for people, or the reason why it is unknown."""
+        """Format the unconsumed change as a phrase for people, or return the reason why it is unknown."""
         if self.trouble or self.missing_input:
             return str(self.trouble or self.missing_input)
         if self.whole:
@@ -168,17 +169,18 @@ class Unconsumed:
 
 @dataclass(frozen=True)
 class Positions:
-    """All that a table has consumed.
+    """The positions up to which a table has consumed its inputs.
 
-    `common_position` applies to all partitions without their own entry.
+    `partitions` has the records of single partitions. `common_position` applies to all other partitions that
+    it covers, or to a table without partitions; None if it was never recorded.
     """
 
     common_position: ConsumptionRecord | None = None
     partitions: Mapping[str, ConsumptionRecord] = field(default_factory=dict)
     void_partitions: frozenset[str] = frozenset()
-    """Partitions whose entries do not count and are still to be removed."""
+    """Partitions whose records do not count any more; their properties will be removed by the next update."""
     restart_reason: str = ""
-    """Why something consumed does not count any more, as a clause; empty if everything counts."""
+    """Why a recorded position does not count any more, as a clause; empty if all of them count."""
     may_hold_old_rows: bool = False
     """Whether the table may have rows of any partition that were computed before."""
     redefined_extents: tuple[Mapping[str, str], ...] = ()
@@ -190,7 +192,8 @@ class Positions:
     def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:
         """Return the positions without those whose result is no longer in the table.
 
-        `is_current` gets the `snapshot_id` of a record and returns whether the table still has its result.
+        `is_current` gets the `snapshot_id` of a record, which may be None, and returns whether the table
+        still has its result.
         """
         partitions = {
             name: record for name, record in self.partitions.items() if is_current(record.snapshot_id)
@@ -214,7 +217,7 @@ class Positions:
         )
 
     def find_record(self, partition: str | None, is_covered: Callable[[], bool]) -> ConsumptionRecord | None:
-        """Return what was consumed for a partition, or None.
+        """Return the consumption record that applies to a partition; None if nothing was consumed for it.
 
         `is_covered` returns whether the common position applies to the partition. For a table without
         partitions, `partition` is None.
@@ -226,9 +229,9 @@ class Positions:
         return self.common_position if self.common_position is not None and is_covered() else None
 
     def run_of(self, partition: str, is_covered: Callable[[], bool]) -> str:
-        """Return the run that computed a partition, or the empty string if the positions name none.
+        """Return the id of the run that computed a partition; the empty string if no record applies to it.
 
-        For a partition at the common position, this is the run that moved it.
+        For a partition at the common position, this is the run that recorded the common position.
         """
         record = self.find_record(partition, is_covered)
         return record.run_id if record is not None else ""
@@ -240,7 +243,10 @@ def property_name(partition: str | None) -> str:
 
 
 def read_positions(properties: Mapping[str, str], *, table: str) -> Positions:
-    """Read the positions from a table's properties. Raises PositionUnreadable."""
+    """Read the positions from a table's properties; empty if nothing is recorded.
+
+    Raises PositionUnreadable. `table` is the table's name for the message.
+    """
     common_position: ConsumptionRecord | None = None
     partitions: dict[str, ConsumptionRecord] = {}
     for name, value in properties.items():
@@ -265,8 +271,8 @@ def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
     """Return the time up to which a table is complete by its own properties; None if they do not show it.
 
     For a consumer's table, this is the latest time that one of its runs has recorded, if the table still has
-    the results of all of them. The table may be complete up to a later time, because newer records of its
-    inputs are not read.
+    the results of all of these runs. The table may be complete up to a later time, because newer records of
+    its inputs are not read.
     """
     times = (
         [ingested_time(metadata, name)]
@@ -323,19 +329,19 @@ def advance_positions(
     extents: Mapping[str, Mapping[str, str]] | None = None,
     predecessor_runs: Mapping[str, str] | None = None,
 ) -> PropertyUpdate:
-    """Return the property changes of a run that consumed up to `record` for these partitions.
+    """Return the property changes of a run that consumed its inputs up to `record` for these partitions.
 
-    `remaining` are the partitions that still have something to consume up to there, or None if that is not
-    known. If only partitions of the run remain, the whole table moves to `record`, and no partition needs an
-    entry.
+    `remaining` are the partitions that still have something to consume up to `record`, or None if they are
+    not known. If all of them belong to the run, `record` becomes the common position, and partitions need no
+    entries of their own.
 
-    `keep_entries` sets the entries of the run's partitions all the same, so that two runs of one partition
+    `keep_entries` sets the entries of the run's partitions even then, so that two runs of one partition
     always conflict. A run that does not move the common position then reverses its `toggle`, so that it
     conflicts with a run that moves the common position in the meantime and removes entries. Two runs that
     reverse it set the same value and do not conflict.
 
-    `extents` describes what the partitions contain. `predecessor_runs` has the runs that had computed the
-    partitions before them, if partitions are computed in order.
+    `extents` describes the window or keys of each partition. `predecessor_runs` maps each partition to the
+    run that had computed the previous partition, if partitions are computed in order.
     """
     entries = {
         partition: replace(
@@ -373,7 +379,7 @@ _DEFINED_ANEW = "its partitions were redefined after it was computed"
 
 
 def partition_identity(consumer: Consumer) -> dict[str, str]:
-    """Describe the consumer's partitions by dimension: their kind, and the columns that decide on them.
+    """Describe how the consumer's partitions are defined, by dimension: kind, own column, input columns.
 
     The first start and the last end are not included, because they may move. Empty without partitions.
     """
@@ -389,7 +395,7 @@ def partition_identity(consumer: Consumer) -> dict[str, str]:
 
 
 def _format_input_columns(consumer: Consumer, dimension: str) -> str:
-    """Return the column that decides in all inputs, or one column per input if they differ."""
+    """Return the input column of a dimension if all inputs have the same; otherwise one column per input."""
     by_input = {key: consumer.column_of_input(key, dimension) for key in consumer.inputs}
     if len({*by_input.values()}) == 1:
         return next(iter(by_input.values()))
@@ -405,7 +411,7 @@ def _partition_kind(definition: PartitionsDefinition[str]) -> str:
 
 
 def partition_extent(definition: PartitionsDefinition[str], key: str) -> dict[str, str]:
-    """Describe what a partition contains, by dimension.
+    """Describe which rows a partition contains, by dimension.
 
     A time window is `start/end` in UTC; any other dimension has its key.
     """
@@ -428,10 +434,11 @@ def partition_extent(definition: PartitionsDefinition[str], key: str) -> dict[st
 def fit_positions(positions: Positions, consumer: Consumer) -> Positions:
     """Return the positions that still count under the consumer's present partition definition.
 
-    The common position still counts for the windows and keys that it covers, unless other columns now decide
-    on the partitions. Entries of single partitions under another definition do not count. They were ahead of
-    the common position, so partitions that share rows with them are computed anew (`redefined_extents`). A
-    table without partitions has one position for all rows; no position of a partitioned table fits it.
+    If other columns now decide on the partitions, no position counts. Otherwise the common position still
+    counts for the windows and keys that it covers, but entries of single partitions under another definition
+    do not. They were ahead of the common position, so partitions that share rows with them are computed anew
+    (`redefined_extents`). A table without partitions has one position for all rows; no position of a
+    partitioned table fits it.
     """
     identity = partition_identity(consumer)
     records = {
@@ -476,7 +483,10 @@ def _identity_columns(identity: Mapping[str, str]) -> dict[str, str]:
 
 
 def shares_rows(earlier_extent: Mapping[str, str], definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether a partition may share rows with a partition of another definition that had this extent."""
+    """Whether a partition may share rows with a partition of another definition that had this extent.
+
+    True if the extent is empty, that is, unknown.
+    """
     own_extent = partition_extent(definition, key)
     return not earlier_extent or all(
         _is_overlapping(earlier_extent.get(name), value) for name, value in own_extent.items()

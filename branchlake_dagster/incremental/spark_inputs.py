@@ -93,9 +93,10 @@ def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
 def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
     """Return a filter of single rows, to be applied before a shuffle or a search among all keys.
 
-    It matches all rows of the keys. For each value of the column with the fewest values, for example a day,
-    it tests the values of the other columns: few accounts have changed on an old day, all of them today. The
-    filter is not passed to files, which would search all their dictionaries in vain.
+    It matches all rows of the keys, and possibly other rows. For each value of the column with the fewest
+    values, such as a day, it tests the values of the other columns: on an old day few accounts have changed,
+    today all of them. Spark does not pass the filter to the scan of files, where it would only cost time. The
+    filter is true for all rows if it would exceed `MAX_FILTER_PARTS`.
     """
     value_counts = {
         name: len(pc.unique(keys[name])) for name in keys.column_names if _is_comparable(keys[name].type)
@@ -125,7 +126,7 @@ def _build_or_tree(parts: Sequence[Column]) -> Column:
 
 
 def _split_by_value(keys: pa.Table, name: str) -> list[pa.Table]:
-    """Split the keys into tables that have one value of the column each."""
+    """Split the keys into one table for each value of the column."""
     ordered = keys.sort_by(name)
     ends = [*pc.run_end_encode(ordered[name].combine_chunks()).run_ends.to_pylist()]
     return [ordered.slice(start, end - start) for start, end in pairwise([0, *ends])]
@@ -196,7 +197,7 @@ def _add_change_columns(frame: DataFrame, declaration: Declaration) -> DataFrame
 
 
 def filter_by_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
-    """Return the rows whose key is among `keys`. Null equals null."""
+    """Return the rows of `frame` whose key is among `keys`, as a lazy frame. Null equals null."""
     if not keys.num_rows:
         return frame.limit(0)  # Spark does not scan the table then
     key_frame = from_arrow(frame.sparkSession, keys)
@@ -211,7 +212,7 @@ def filter_by_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
 
 
 def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:
-    """Convert rows to a Spark frame. Works without rows, too."""
+    """Convert Arrow rows to a Spark frame. Also works for a table without rows."""
     # Without a schema, Spark rejects an empty table and puts time stamps without zone into the session's.
     frame: DataFrame = session.createDataFrame(
         rows, from_arrow_schema(rows.schema, prefer_timestamp_ntz=True)
@@ -340,9 +341,9 @@ def replace_by_spark(
     properties: Mapping[str, str],
     selection: Selection | None = None,
 ) -> None:
-    """Replace the rows of `keys` in one MERGE.
+    """Replace the rows of `keys` in the asset's table in one MERGE.
 
-    `schema` is the table's. `selection` is as for `replace_by_pyiceberg`.
+    `schema` is the schema of that table. `selection` limits the replaced rows to the run's partitions.
 
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """
@@ -389,9 +390,9 @@ def replace_by_spark(
 
 
 def _assert_changed_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
-    """Return the frame with an assertion: its job fails at a row of a key that has not changed.
+    """Return the frame with an assertion that fails the Spark job at a row whose key has not changed.
 
-    Such a row would be searched for in the wrong files.
+    The MERGE searches only files that may have changed keys, so it would not find the old row of another key.
     """
     changed_keys = frame.sparkSession.createDataFrame(keys).withColumn(_GONE, F.lit(True))
     same = same_keys(
@@ -405,9 +406,11 @@ def _assert_changed_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
 def _replaced_upsert_keys(
     session: SparkSession, spec: TableSpec, keys: pa.Table, own_rows_sql: str
 ) -> DataFrame:
-    """Return the upsert keys of rows to replace, each once, existing or not.
+    """Return the upsert keys of the rows to replace, each key once.
 
-    `own_rows_sql` is the SQL condition for the target rows that may be replaced.
+    If the upsert has the same key columns as `keys`, these are `keys` themselves, whether or not the target
+    has rows with them. Otherwise the target is read. `own_rows_sql` is the SQL condition for the target rows
+    that may be replaced.
     """
     changed_keys = session.createDataFrame(keys)
     if set(spec.keys) == set(keys.column_names):

@@ -26,12 +26,12 @@ from branchlake_dagster.tables.specification import format_table_name
 
 
 class Changes:
-    """The changes that a running asset consumes, returned by `read_changes`.
+    """The changes that a running asset consumes, provided by `with read_changes(…) as changes`.
 
     Attributes:
         whole (bool): Whether the asset gets everything, so that its result must replace all earlier rows: the
             first run, or a rebuild.
-        empty (bool): Whether there is nothing to consume.
+        empty (bool): Whether there is nothing to consume. False with `whole`.
         partitions (Tuple[str, ...]): The partitions of the run; empty for an asset without partitions.
 
     Examples:
@@ -55,8 +55,12 @@ class Changes:
         """Return the Spark name of a table with an input's added rows; with `whole`, with all its rows.
 
         For a partitioned asset, the table has only rows of the run's partitions, if the input has their
-        columns. It refers to the changed files and is dropped when the asset ends. PyIceberg and DuckDB can
-        read it too.
+        columns. The table refers to the changed files, or has copies of rows if other rows are in these
+        files, and is dropped when the `read_changes` block ends. With `whole` and without partitions, the
+        name is that of the input itself. PyIceberg and DuckDB can read the table too.
+
+        Raises ConfigurationError for an asset that is not consumed, and TableMissing for an optional input
+        without a table.
         """
         upstream = self._require_input(asset)
         if self.whole and not self.partitions:
@@ -78,11 +82,14 @@ class Changes:
         return self._change_table_name(upstream, removed=True)
 
     def ranges(self, column: str) -> Ranges:
-        """Return the values of a column in the changed rows of all inputs. Reads only bounds of files."""
+        """Return the smallest ranges that contain a column's values in the changed rows of all inputs.
+
+        They come from the bounds of files, so they may contain other values. No data file is read.
+        """
         return self._consumption.ranges(column)
 
     def commits(self, asset: CoercibleToAssetKey) -> list[MainCommit]:
-        """Return the commits on `main` that published an input's change, oldest first; none with `whole`.
+        """Return the commits on `main` that published an input's change, oldest first; [] with `whole`.
 
         Rows that this run has written itself are not published yet, so they have no commit.
         """

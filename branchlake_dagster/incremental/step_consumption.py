@@ -31,9 +31,10 @@ _live: OrderedDict[tuple[int, str, str, int], Consumption] = OrderedDict()
 
 
 def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
-    """Return what the asset of a step consumes; None if it consumes no changes.
+    """Return the consumption of a step; None if its asset consumes no changes.
 
-    `step` is Dagster's context of the step. Raises ConfigurationError.
+    Each call in one attempt of a step returns the same object. `step` is Dagster's StepExecutionContext.
+    Raises ConfigurationError.
     """
     assets = step.assets_def
     if assets is None:
@@ -75,7 +76,7 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
 
 
 def _run_partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
-    """Return the partitions of the run. One process may have a range of them."""
+    """Return the partitions of the run: one partition, or all of a range."""
     with partition_loading_context(dynamic_partitions_store=step.instance):
         return definition.get_partition_keys_in_range(step.partition_key_range)
 
@@ -91,10 +92,10 @@ def build_consumer(
     default_namespace: str,
     mapping_of: Callable[[AssetKey], PartitionMapping | None] = lambda _: None,
 ) -> Consumer:
-    """Combine an asset and its declaration to a consumer.
+    """Combine an asset and its declaration into a `Consumer`.
 
     `mapping_of` returns the partition mapping of an input. Raises ConfigurationError if the declaration does
-    not fit the asset's table.
+    not fit the asset's write mode, keys or partitions.
     """
     asset = spec.key.to_user_string()
     table = parse_table_spec(
@@ -118,7 +119,7 @@ def build_consumer(
 
 
 def _find_order_problem(consumer: Consumer) -> str | None:
-    """Return what is wrong with partitions that must be computed in order, or None."""
+    """Return why the partitions cannot be computed in order, as a clause; None if they can or need not."""
     if not consumer.declaration.from_start or consumer.definition is None:
         return None
     time_dimensions = [
@@ -135,7 +136,7 @@ def _find_order_problem(consumer: Consumer) -> str | None:
 
 
 def _find_reach_problem(consumer: Consumer) -> str | None:
-    """Return what is wrong with results that depend on rows outside their own window, or None."""
+    """Return why results cannot depend on rows outside their own window, as a sentence; None if they can."""
     if all(reach.is_own_window for reach in consumer.reaches.values()):
         return None
     if "rows" in consumer.declaration.patterns:

@@ -1,6 +1,6 @@
 """Computes the valid-through time of a table that is computed from changes, from recorded times.
 
-The table has all rows that come from records older than that time and that belong to partitions before it.
+The table contains all rows that come from records older than this time and that belong to windows before it.
 All times are in ms since 1970.
 """
 
@@ -40,8 +40,10 @@ class InputTime:
     def with_partitions(self, name: str, coverage: Mapping[str, Any]) -> InputTime:
         """Return the time with the partitions of a consumer's table added to its sources.
 
-        The end of the last window does not count. A consumer with another first window or other keys gets
-        rows that are older than times recorded before, so its times must not be compared with these.
+        `name` is the consumer's table and `coverage` a result of `partition_coverage`; if it is empty, the
+        time is returned unchanged. The end of the last window is ignored. A consumer whose first window or
+        keys have changed gets rows that are older than its earlier recorded times. It then has another
+        source, and times with other sources are not compared.
         """
         if not coverage:
             return self
@@ -56,10 +58,10 @@ class InputTime:
 
 @dataclass(frozen=True)
 class ValidThrough:
-    """What a run of a consumer records: the time of its inputs, and the time of the table after the run.
+    """The times that a run of a consumer records: of its inputs, and of its table after the run.
 
-    `table_ms` is None if the run left a partition whose time is not known. `sources` are those of the inputs;
-    with other sources, neither time is valid.
+    `table_ms` is None if the run left a partition whose time is not known. `sources` are those of the inputs.
+    If the sources have changed since, neither time counts.
     """
 
     inputs_ms: int
@@ -79,10 +81,10 @@ class ValidThrough:
 
 @dataclass(frozen=True)
 class UnconsumedPart:
-    """A partition with something left to consume, or such a table without partitions.
+    """A partition that still has something to consume, or a table without partitions that does.
 
-    `start_ms` is the start of its time window, or None if it has none. `consumed_ms` is the time of the
-    inputs when they were last consumed for it, or None if it is not known.
+    `start_ms` is the start of the partition's time window, or None if it has none. `consumed_ms` is the time
+    of the inputs when they were last consumed for it, or None if it is not known.
     """
 
     start_ms: int | None
@@ -90,12 +92,18 @@ class UnconsumedPart:
 
     @property
     def valid_through_ms(self) -> int | None:
-        """The time before which the part lacks no row. Its rows are not older than its window."""
+        """The time before which no row is missing; None if neither time is known.
+
+        This is the later of the two times, because rows of a partition are not older than its window.
+        """
         return max((at for at in (self.start_ms, self.consumed_ms) if at is not None), default=None)
 
 
 def earliest_time(inputs: Iterable[InputTime | None]) -> InputTime | None:
-    """Return the earliest time of several inputs, or None if one of them has no time."""
+    """Return the earliest time of several inputs with the sources of all of them.
+
+    None if one of the inputs has no time, or if there are no inputs.
+    """
     times: list[InputTime] = []
     for time in inputs:
         if time is None:
