@@ -255,7 +255,7 @@ class Consumption:
 
     @property
     def whole(self) -> bool:
-        """Whether the asset gets all rows of an input, so that its result replaces all earlier rows.
+        """Whether the asset gets all rows of its inputs, so that its result replaces all earlier rows.
 
         For a partitioned asset, these are the rows of the run's partitions.
         """
@@ -293,9 +293,7 @@ class Consumption:
         return start_positions
 
     def _first_position(self, upstream: UpstreamTable) -> Position | None:
-        """Return the position at which a new consumer begins, by `start`. None means that all rows are
-        consumed.
-        """
+        """Return the position at which a new consumer begins, by `start`; None means all rows."""
         declaration = self.consumer.declaration
         if declaration.start == "beginning":
             return None
@@ -351,9 +349,7 @@ class Consumption:
             yield group, self.change_since(upstream, group.start_positions[upstream.name])
 
     def change_since(self, upstream: UpstreamTable, since: Position | None) -> ChangeSet:
-        """Return the change of an input since a position; a position of None means all rows. Raises
-        ChangeLost.
-        """
+        """Return the change of an input since a position. None as position means all rows. Raises ChangeLost."""
         cache_key = upstream.name, since
         if cache_key not in self._changes:
             self._changes[cache_key] = capture_change(
@@ -609,11 +605,11 @@ class Consumption:
         )
 
     def _valid_through(self, remaining: Collection[str], end_ms: int | None) -> ValidThrough | None:
-        """Return the time up to which the inputs and the table are complete after this run; None if not
-        known.
+        """Return the time up to which the inputs and the table are complete after this run, or None.
 
-        It is computed from times that the inputs' tables have recorded. `remaining` are the partitions that
-        still have something to consume after the run. `end_ms` is the result of `windows_end_ms`.
+        It is computed from times that the inputs' tables have recorded; None if an input has no time.
+        `remaining` are the partitions that still have something to consume after the run. `end_ms` is the
+        result of `windows_end_ms`.
         """
         input_times = {
             key: position_store.recorded_time(upstream.table.metadata, upstream.name)

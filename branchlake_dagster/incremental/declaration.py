@@ -237,8 +237,9 @@ class Declaration:
         object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
 
     def key_columns_of(self, key: AssetKey) -> tuple[str, ...]:
-        """Return the key columns of an input, in the order of `keys`. Inputs without their own names use
-        `keys`.
+        """Return the key columns of an input, in the order of `keys`.
+
+        An input that does not name its own columns has the columns of `keys`.
         """
         override = self.column_overrides.get(key)
         return override.keys if override is not None and override.keys else self.keys
@@ -462,8 +463,8 @@ class Consumer:
 class UpstreamTable:
     """The table of an input on the run's branch.
 
-    `name` is its dotted name. `up_to` is the position up to which it is consumed. It names only snapshots
-    that `main` had when the branch was created, so that it is still valid after the publication.
+    `name` is its dotted name. `up_to` is the position up to which it is consumed: the snapshot of `main`
+    where the branch began, and the snapshots that the run itself has added since.
     """
 
     key: AssetKey

@@ -178,7 +178,10 @@ class Positions:
     common_position: ConsumptionRecord | None = None
     partitions: Mapping[str, ConsumptionRecord] = field(default_factory=dict)
     void_partitions: frozenset[str] = frozenset()
-    """Partitions whose records do not count any more; their properties will be removed by the next update."""
+    """Partitions whose records do not count any more.
+
+    The next update that moves the common position removes their properties.
+    """
     restart_reason: str = ""
     """Why a recorded position does not count any more, as a clause; empty if all of them count."""
     may_hold_old_rows: bool = False

@@ -24,7 +24,7 @@ from branchlake_dagster.wording import format_names, pluralize
 
 
 def format_required_rows(selection: Selection, schema: Schema) -> str:
-    """Describe which rows the selection allows, and how timestamps without time zone are read."""
+    """Return a hint: which rows the frame may have, and that timestamps without time zone are read as UTC."""
     naive_columns = [
         column_name
         for column_name in selection.column_names()
@@ -87,8 +87,8 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
     """Convert any supported frame to an Arrow table in the types that the lake stores.
 
     `table_schema` is the schema of the target table, or None if the table does not exist yet. Python objects
-    are converted to the maps of that schema. A column without any value gets the type null if its type does
-    not fit the table.
+    in columns that are maps in this schema are converted to maps. A column without any value gets the type
+    null if its type does not fit the table.
 
     Raises SchemaMismatch and ColumnUnsupported.
     """
@@ -253,9 +253,9 @@ def require_rows_inside(
 
 
 def may_have_rows(table: Table) -> bool:
-    """Return whether a table may have rows.
+    """Return whether a table may have rows. False only if its metadata and manifests show no row.
 
-    The summary alone does not prove an empty table: any engine may write it.
+    The summary alone does not prove an empty table, because any engine may write it.
     """
     snapshot = table.current_snapshot()
     if snapshot is None:
@@ -284,10 +284,10 @@ def to_comparable_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def write_frame(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
 ) -> None:
-    """Write a frame by the spec's write mode in one commit. `table` then has the new state.
+    """Write a frame by the spec's write mode in one commit. Afterwards `table` has the new state.
 
-    `frame` has the table's columns. An upsert is written as an append: the caller guarantees that the table
-    has no rows yet. Raises PartitionMismatch and UpsertKeyInvalid before anything is written.
+    `frame` has the table's columns. An upsert is written as an append, so the caller must ensure that the
+    table has no rows. Raises PartitionMismatch and UpsertKeyInvalid before anything is written.
     """
     require_rows_inside(frame, table.schema(), spec, selection)
     if spec.write_mode == "upsert":

@@ -10,7 +10,7 @@ from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 
 
 class RunBranchGone(BranchlakeError, Terminal):
-    """The run's branch was deleted during the run. The run is fenced: nothing of it will be published."""
+    """The run's branch was deleted during the run. None of the run's changes will be published."""
 
 
 class OneLakeOnly(BranchlakeError, Terminal):
@@ -18,11 +18,14 @@ class OneLakeOnly(BranchlakeError, Terminal):
 
 
 class RetryNeedsFullRun(BranchlakeError, Terminal):
-    """A retry of some steps cannot continue its parent's work, which is gone, published or in use."""
+    """A retry of some steps cannot continue the branch of its parent run. Launch a run of all steps instead.
+
+    The parent's branch was deleted or published, or another run uses it.
+    """
 
 
 class InvalidCheckRun(BranchlakeError, Terminal):
-    """A run's tags mark it as a check run of the publisher, but name no valid prepared state."""
+    """A run has the tags of a check run of the publisher, but they do not name a valid prepared state."""
 
 
 class SchemaMismatch(BranchlakeError, Terminal):
@@ -82,11 +85,11 @@ class ReadsUnknown(BranchlakeError, Terminal):
 
 
 class PositionUnreadable(BranchlakeError, Terminal):
-    """A table's record of what it has consumed of its inputs cannot be read."""
+    """The record in a table's properties of what it has consumed of its inputs cannot be parsed."""
 
 
 class RowsRemoved(BranchlakeError, Terminal):
-    """Rows of an input were removed, but the asset consumes added rows only."""
+    """Rows of an input were updated or deleted, but the asset's table cannot follow: it only takes new rows."""
 
 
 class NotApproved(BranchlakeError, Terminal):
@@ -94,8 +97,8 @@ class NotApproved(BranchlakeError, Terminal):
 
 
 class LeaseHeld(BranchlakeError, Transient):
-    """Another run held the exclusive lease for longer than this run waited."""
+    """Another run held the lease of `table_metadata(exclusive=…)` for longer than this run waited."""
 
 
 class LeaseLost(BranchlakeError, Terminal):
-    """Another run has taken over the exclusive lease. Nothing of this run will be published."""
+    """Another run has taken over the exclusive lease. None of this run's changes will be published."""

@@ -67,9 +67,10 @@ def build_partition_spec(
 ) -> PartitionSpec:
     """Return a spec with one partition field per mapped dimension, followed by the fields of `layout`.
 
-    If all windows start on UTC days or hours, every Dagster partition is a union of Iceberg partitions. For
-    other windows (half-hour zones, windows of minutes), the field still is the hour. Such an hour holds files
-    of several windows. A partition for each distinct moment would mean a file for each row.
+    A time window becomes a field of UTC days if all windows start at midnight UTC, otherwise of hours. If
+    windows start within an hour (half-hour zones, windows of minutes), one hour contains files of several
+    windows, because a partition for each distinct moment would mean a file for each row. Otherwise every
+    Dagster partition is a union of Iceberg partitions. Other dimensions, and dates, are partitioned by value.
 
     Raises SchemaMismatch if a column is missing or its type does not fit a transform.
     """
@@ -127,7 +128,7 @@ def _layout_transform(layout_field: LayoutField) -> tuple[AnyTransform, str]:
 
 
 def selects_whole_files(selection: Selection, schema: Schema, specs: Mapping[int, PartitionSpec]) -> bool:
-    """Return whether no file of any of `specs` can hold rows both inside and outside of the selection."""
+    """Return whether the specs exclude files with rows both inside and outside of the selection."""
     return all(
         _is_spec_aligned(condition, schema, spec)
         for part in selection.slices
@@ -227,7 +228,7 @@ _SHORT_PATH_PROPERTIES = {
 
 
 def path_properties(selection: Selection | None) -> Mapping[str, str]:
-    """Return the table properties that the partition values of a selection require; usually none.
+    """Return the table properties that long partition values of a selection require; usually {}.
 
     Long string values do not fit into a folder name. With these properties, PyIceberg and Spark omit the
     values from the paths of new files.
@@ -237,9 +238,9 @@ def path_properties(selection: Selection | None) -> Mapping[str, str]:
 
 
 def set_path_properties(table: Table, selection: Selection | None) -> Table:
-    """Set the properties that the selection requires, and return the refreshed table.
+    """Set the table properties of `path_properties`, and return the table in its new state.
 
-    Existing files stay in place.
+    Existing files stay in place. If nothing changes, there is no commit.
     """
     required_properties = path_properties(selection)
     if all(table.properties.get(name) == value for name, value in required_properties.items()):
@@ -265,11 +266,11 @@ def _is_too_long(folder: str) -> bool:
 
 
 def split_straddling_files(table: Table, selection: Selection, properties: Mapping[str, str]) -> Table:
-    """Rewrite the files that the selection cuts through, and return the table with the same rows.
+    """Rewrite the files with rows inside and outside of the selection, and return the table.
 
-    Reads no manifest if the layout excludes such files, and only the data files that it rewrites. The change
-    is a separate snapshot, a compaction (`replace`), because no rows change. `properties` are added to the
-    summary of that snapshot.
+    The table has the same rows afterwards, and no file has rows on both sides. Reads no manifest if the
+    layout excludes such files, and only the data files that it rewrites. The change is a separate snapshot, a
+    compaction (`replace`), because no rows change. `properties` are added to the summary of that snapshot.
     """
     schema = table.schema()
     if selects_whole_files(selection, schema, table.specs()):
@@ -291,7 +292,7 @@ def split_straddling_files(table: Table, selection: Selection, properties: Mappi
 
 
 def _iter_straddling_files(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
-    """Iterate over the files in which some rows may match the filter and other rows may not."""
+    """Iterate over the files in which only some rows may match the filter, and files with delete files."""
     for task in table.scan(row_filter=row_filter).plan_files():
         if task.delete_files or not rows_all_match(table.schema(), task.residual, task.file):
             yield task
@@ -304,7 +305,10 @@ def _write_file_parts(
     commit_id: uuid.UUID,
     file_numbers: itertools.count[int],
 ) -> Iterator[DataFile]:
-    """Write the rows of a file to new files, whose statistics separate the sides of the selection."""
+    """Write the rows of a file to several new files, so that each has rows of one side of the selection.
+
+    The bounds of a new file do not reach across a border of the selection. Yields the new files.
+    """
     rows = ArrowScan(
         table_metadata=table.metadata, io=table.io, projected_schema=table.schema(), row_filter=AlwaysTrue()
     ).to_table(tasks=[task])
@@ -336,9 +340,9 @@ def _number_cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
 def _iter_edge_masks(
     column: pa.ChunkedArray, selection: Selection, column_name: str
 ) -> Iterator[pa.ChunkedArray]:
-    """Iterate over the points where a condition on the column changes.
+    """Yield, for each value or bound of a condition on the column, which rows lie at or after it.
 
-    Yield a mask of the rows beyond each.
+    For a value, a second mask has the rows that lie after it. Null values give null.
     """
     conditions = {
         condition for part in selection.slices for condition in part if condition.column == column_name

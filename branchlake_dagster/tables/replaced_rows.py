@@ -33,9 +33,9 @@ from pyiceberg.types import DateType, StringType
 from branchlake_dagster.tables.selection import Selection, to_iceberg_filter
 
 MAX_CHARACTERS = 2000
-"""The maximum length of a record.
+"""The maximum length of a record in characters.
 
-A longer one is widened, because every reader of a table loads the summaries.
+A longer record is widened to more rows, because every reader of a table loads the snapshot summaries.
 """
 
 _VERSION = 1
@@ -45,7 +45,7 @@ RangeKind = Literal["time", "date", "string"]
 
 @dataclass(frozen=True)
 class StringSet:
-    """The condition that the column with this field id has one of the strings."""
+    """The condition that the column with this field id has one of the strings in `values`."""
 
     field_id: int
     values: frozenset[str]
@@ -67,15 +67,15 @@ ReplacedSlice = tuple[ReplacedCondition, ...]
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """A union of slices; each slice is a conjunction of conditions.
+    """The rows that a snapshot replaced: a union of slices; each slice is a conjunction of conditions.
 
-    A slice without conditions is the whole table.
+    A slice without conditions means the whole table.
     """
 
     slices: tuple[ReplacedSlice, ...]
 
     def overlaps(self, other: ReplacedRows) -> bool:
-        """Return whether a row could belong to both."""
+        """Return whether a row could belong to both predicates. True if they cannot be compared."""
         return any(
             _slices_overlap(own_slice, other_slice)
             for own_slice in self.slices
@@ -84,7 +84,7 @@ class ReplacedRows:
 
 
 ALL_ROWS = ReplacedRows(((),))
-"""The whole table. A record that cannot be read counts as this."""
+"""The predicate of the whole table. A record that cannot be parsed counts as this."""
 
 
 def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
@@ -94,10 +94,7 @@ def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
 
 
 def _can_both_hold(left: ReplacedCondition, right: ReplacedCondition) -> bool:
-    """Return whether one value could satisfy both conditions.
-
-    Conditions that cannot be compared count as yes.
-    """
+    """Return whether one value could satisfy both conditions. True if they cannot be compared."""
     if isinstance(left, StringSet) and isinstance(right, StringSet):
         return not left.values.isdisjoint(right.values)
     if isinstance(left, StringSet) and isinstance(right, ValueRange):
@@ -209,7 +206,7 @@ def _decode_condition(fields: Sequence[Any]) -> ReplacedCondition:
 
 
 def _bounding_slice(slices: Iterable[ReplacedSlice]) -> ReplacedSlice:
-    """Return one slice that holds all slices. It has a range for each column that all of them restrict."""
+    """Return one slice that contains the rows of all slices: a range for each column that all restrict."""
     per_slice = [{condition.field_id: condition for condition in part} for part in slices]
     common = set.intersection(*(set(part) for part in per_slice))
     bounds: list[ReplacedCondition] = []

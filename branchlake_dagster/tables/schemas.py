@@ -206,10 +206,11 @@ SchemaChange = AddedColumn | WidenedColumn
 def plan_schema_changes(
     table_schema: pa.Schema, frame_schema: pa.Schema, *, table_name: str, widen: bool
 ) -> list[SchemaChange]:
-    """List the changes that table `table_name` needs before it can hold the frame, outermost first.
+    """List the schema changes that table `table_name` needs before it can store the frame, outermost first.
 
-    A column without type (null in all rows) needs no change. Without `widen`, only new columns are allowed.
-    Raises SchemaMismatch, which names the column, if no such change is possible.
+    Columns are matched by name. A column without type (null in all rows) needs no change. Without `widen`,
+    only new columns are allowed. Raises SchemaMismatch, which names the column, if the frame lacks a column
+    of the table or if no such change is possible.
     """
     if missing_columns := [column for column in table_schema.names if column not in frame_schema.names]:
         raise SchemaMismatch(
@@ -336,14 +337,14 @@ def _mismatch_hint(table_type: pa.DataType, frame_type: pa.DataType, widen: bool
 
 
 def table_arrow_schema(schema: Schema, *, table_name: str) -> pa.Schema:
-    """Return a table's columns as stored Arrow types, to compare frames with them."""
+    """Return a table's columns as stored Arrow types, so that frames can be compared with them."""
     return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table_name=table_name)
 
 
 def drop_untyped_columns(
     schema: pa.Schema, required_columns: tuple[str, ...], *, table_name: str
 ) -> pa.Schema:
-    """Return the columns that have a type. A new table is created from these.
+    """Return the schema without columns of type null. A new table is created from the result.
 
     A column that is null in all rows is added later, by a frame that has values for it. Raises SchemaMismatch
     if no column is left, or if one of `required_columns` (keys, partition columns) has no type.

@@ -72,7 +72,7 @@ Slice = tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """A union of slices. A selection without slices holds no row."""
+    """A union of slices; each slice is a conjunction of conditions. Without slices it selects no row."""
 
     slices: tuple[Slice, ...]
 
@@ -93,12 +93,12 @@ def select_partitions(
 ) -> Selection:
     """Return the selection of `partition_keys` in a table of `schema`. Adjacent windows become one range.
 
-    `columns_by_dimension` maps a partition dimension to its column. `map_window` returns the window to select
-    for the window of a key. (default: the same window) If `all_dimensions` is false, dimensions without a
+    `columns_by_dimension` maps a partition dimension to its column. `map_window` converts the window of a key
+    to the window to select. (default: the same window) If `all_dimensions` is false, dimensions without a
     column are ignored.
 
     Raises ConfigurationError if a dimension has no column or its windows do not fit the column. Raises
-    SchemaMismatch if the column is missing or its type cannot hold the dimension.
+    SchemaMismatch if the column is missing or its type does not fit the dimension.
     """
     values_by_slice: dict[Slice, list[str]] = {}
     string_column: str | None = None
@@ -127,9 +127,9 @@ def _key_conditions(
     map_window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
     all_dimensions: bool,
 ) -> tuple[Slice, tuple[str, str] | None]:
-    """Return the conditions of one key.
+    """Return the conditions of one partition key, and (column, value) of its last string dimension, or None.
 
-    Its last string dimension is separate, so that its values can be collected.
+    The string is separate so that the caller can collect the values of many keys in one condition.
     """
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
     if isinstance(definition, MultiPartitionsDefinition):
@@ -288,9 +288,9 @@ def _bound_literals(condition: TimeRange | DateRange, column_type: IcebergType) 
 
 
 def _to_utc_wall_clock(moment: datetime) -> datetime:
-    """Return the wall clock of UTC, which timestamps without zone hold.
+    """Return the moment as a naive datetime in UTC, as timestamps without time zone are stored.
 
-    It is the only clock that never jumps.
+    UTC is used because its wall clock never jumps.
     """
     return moment.astimezone(UTC).replace(tzinfo=None)
 
@@ -332,12 +332,15 @@ def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str =
 
 
 def count_rows_outside(selection: Selection, frame: pa.Table) -> int:
-    """Count the rows of an Arrow table outside the selection, including rows with null partition values."""
+    """Return how many rows of an Arrow table are outside the selection.
+
+    Rows with a null in a partition column are outside.
+    """
     return int(frame.num_rows - (pc.sum(selection_mask(selection, frame)).as_py() or 0))
 
 
 def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
-    """Return for each row of an Arrow table whether it is inside the selection."""
+    """Return, for each row of an Arrow table, True if it is inside the selection; never null."""
 
     def condition_mask(condition: Condition) -> pa.ChunkedArray:
         column = frame.column(condition.column)
@@ -355,7 +358,7 @@ def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
 
 
 def range_bounds(condition: TimeRange | DateRange, column_type: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
-    """Return the bounds of a range as values of an Arrow column of type `column_type`."""
+    """Return start and end of a range as Arrow scalars of type `column_type`."""
     bounds: tuple[Any, Any] = (condition.start, condition.end)
     if isinstance(condition, TimeRange) and getattr(column_type, "tz", None) is None:
         bounds = (_to_utc_wall_clock(condition.start), _to_utc_wall_clock(condition.end))

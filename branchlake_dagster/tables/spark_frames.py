@@ -42,7 +42,7 @@ _settings_lock = threading.Lock()
 
 
 def spark_arrow_schema(frame: DataFrame, *, table_name: str) -> pa.Schema:
-    """Return the frame's schema.
+    """Return the frame's schema as Arrow types.
 
     Spark analyzes the plan and does not execute it. Raises ColumnUnsupported.
     """
@@ -81,10 +81,10 @@ def write_spark_frame(
     selection: Selection | None,
     properties: Mapping[str, str],
 ) -> None:
-    """Write `frame` by the spec's write mode in one Spark job.
+    """Write `frame` by the spec's write mode to the table, in one Spark job.
 
     Raises PartitionMismatch and UpsertKeyInvalid. Some rows may already be written then, but only to the
-    branch, which is discarded.
+    run's branch, which will not be published.
     """
     column_names = {field.name for field in schema.fields}
     # A column that is null in all rows has no type, and the table may not have that column yet.
@@ -116,7 +116,10 @@ def write_spark_frame(
 def _observe_rows_outside(
     frame: DataFrame, schema: Schema, selection: Selection | None
 ) -> tuple[DataFrame, Observation | None]:
-    """Count the rows outside the partitions while they are written, without a separate pass."""
+    """Return the frame, and an observation that counts rows outside the partitions during the write.
+
+    Without a selection, the frame is returned unchanged, with None.
+    """
     if selection is None:
         return frame, None
     observation = Observation()
@@ -136,10 +139,10 @@ def _merge_by_keys(
     selection: Selection | None,
     properties: Mapping[str, str],
 ) -> None:
-    """MERGE by the keys. A null or duplicate key fails the job, because Iceberg would insert both rows.
+    """Upsert the frame with MERGE. A null or duplicate key fails the job: Iceberg would insert all its rows.
 
-    If rows with known keys are dropped, Spark adds data files only, and it reads the table's key columns in
-    the files whose bounds contain times of the frame.
+    With `when_matched="keep"`, Spark only adds data files. It reads the table's key columns in the files
+    whose bounds overlap the time keys of the frame.
     """
     require_key_columns(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
@@ -185,13 +188,16 @@ def _merge_by_keys(
 
 @dataclass(frozen=True)
 class _KeyBounds:
-    """The lowest and highest value of the time keys of a frame, as SQL; empty if the frame has no rows."""
+    """The lowest and highest value of each date or timestamp key of a frame, as SQL literals.
+
+    `by_key` lacks keys that are null in all rows. `is_empty` means that the frame has no rows.
+    """
 
     is_empty: bool
     by_key: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def conditions_on(self, table: str) -> list[str]:
-        """Return conditions on a table that hold for all of its rows with keys of the frame."""
+        """Return SQL conditions that are true for all rows of a table that may have a key of the frame."""
         if self.is_empty:
             return ["false"]
         return [
@@ -243,7 +249,7 @@ def _as_literal(value: int | str, kind: DataType) -> str:
 
 
 def _within_assertion(bounds: _KeyBounds) -> Column:
-    """Return a filter that fails the job for a row outside of the bounds.
+    """Return a filter that fails the Spark job for a row whose keys are outside of the bounds.
 
     Such a row shows that Spark computed the frame twice with different results. Without the failure, rows
     whose keys are already in the table could be added a second time.
@@ -264,7 +270,7 @@ def partition_mismatch_error(
 ) -> PartitionMismatch:
     """Return the error for rows outside the run's partitions.
 
-    `rows` starts its sentence, such as `3 rows`.
+    `rows` is the subject of the message, such as `3 rows`.
     """
     return PartitionMismatch(
         f"{rows} of the frame are outside the run's partitions.",

@@ -44,9 +44,9 @@ def table_metadata(
     exclusive: str | None = None,
     columns: ColumnContract | None = None,
 ) -> dict[str, Any]:
-    """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
+    """Return metadata for `@dg.asset(metadata=…)` that declares how the asset's table is laid out and written.
 
-    The metadata is checked when the asset is written.
+    Invalid metadata raises ConfigurationError only when the asset is written.
 
     Args:
         write_mode (Optional[Literal["replace_partitions", "replace_table", "append", "upsert"]]): How a
@@ -151,12 +151,13 @@ class LayoutField:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Where an asset is stored and how a materialization changes it.
+    """Where an asset is stored and how a materialization changes its table.
 
-    `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column; the
-    dimension of one-dimensional partitions is the empty string. `layout` and `properties` apply to a new
-    table. `frozen` means that runs may not change the columns of the existing table. `keeps_matched` means
-    that an upsert adds the rows with new keys only.
+    `identifier` is (namespace…, table). `keys` are the columns that an upsert matches on.
+    `columns_by_dimension` maps a partition dimension to its column; the dimension of one-dimensional
+    partitions is the empty string. `layout` and `properties` apply to a new table. `frozen` means that runs
+    may not change the columns of the existing table. `keeps_matched` means that an upsert adds only the rows
+    with new keys.
     """
 
     identifier: tuple[str, ...]
@@ -171,7 +172,7 @@ class TableSpec:
 
     @property
     def only_adds_rows(self) -> bool:
-        """Whether a write leaves the table's rows as they are."""
+        """Whether a write leaves all existing rows of the table unchanged."""
         return self.write_mode == "append" or (self.write_mode == "upsert" and self.keeps_matched)
 
     @property
@@ -186,10 +187,11 @@ class TableSpec:
 
 
 def table_identifier(asset_key: AssetKey, default_namespace: str) -> tuple[str, ...]:
-    """Return the table of an asset: its key path. A key without prefix goes to the default namespace.
+    """Return the identifier of an asset's table, (namespace…, table): its key path.
 
-    Raises ConfigurationError for a part that cannot be a name. Such a part could leave the warehouse's
-    folder, or have a meaning in Nessie or an engine (`table@branch`, `table#time`, a query in a path).
+    A key of one part goes to the default namespace. Raises ConfigurationError for a part that cannot be a
+    name. Such a part could leave the warehouse's folder, or have a meaning in Nessie or an engine
+    (`table@branch`, `table#time`, a query in a path).
     """
     for part in asset_key.path:
         if part in ("", ".", "..") or _INVALID_CHARACTERS.search(part):
@@ -344,7 +346,7 @@ def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
 
 
 def parse_exclusive_name(metadata: Mapping[str, Any], table_name: str) -> str | None:
-    """Return the name under which an asset is exclusive, or None.
+    """Return the name in `table_metadata(exclusive=…)`, or None if the asset does not declare one.
 
     Raises ConfigurationError for an invalid name.
     """
@@ -361,7 +363,10 @@ def parse_exclusive_name(metadata: Mapping[str, Any], table_name: str) -> str | 
 
 
 def unwrap_metadata(value: Any) -> Any:
-    """Return the plain value of metadata. Dagster wraps metadata that is declared on a definition."""
+    """Return the value of metadata without Dagster's MetadataValue, if it is wrapped in one.
+
+    Dagster wraps metadata that is declared on a definition.
+    """
     return getattr(value, "value", value)
 
 

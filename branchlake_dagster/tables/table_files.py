@@ -28,16 +28,20 @@ class FileUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the
 
 @dataclass(frozen=True)
 class ManifestFiles:
-    """The files in a manifest: those that it added, with their size in bytes, and all live ones."""
+    """The data or delete files in a manifest.
+
+    `added` maps the files that the manifest's snapshot added to their size in bytes. `live` are all files
+    that were not deleted.
+    """
 
     added: Mapping[str, int]
     live: frozenset[str]
 
 
 class TableFiles:
-    """Reads table metadata, manifest lists and manifests. `properties` are PyIceberg's FileIO properties.
+    """Reads table metadata, manifest lists and manifests, each file once.
 
-    Methods return None for a missing file.
+    `properties` are PyIceberg's FileIO properties. Methods that load a file return None if it is missing.
     """
 
     def __init__(self, properties: Mapping[str, str]) -> None:
@@ -107,7 +111,10 @@ class TableFiles:
         return _read_or_none(location, lambda: len(self.io(location).new_input(location))) or 0
 
     def delete(self, location: str) -> None:
-        """Delete a file if it exists. Raises OSError."""
+        """Delete a file if it exists, and the checksum file that Spark may have written for it.
+
+        Raises OSError.
+        """
         io = self.io(location)
         with contextlib.suppress(FileNotFoundError):
             io.delete(location)
@@ -142,7 +149,7 @@ def _read_or_none(location: str, read_file: Callable[[], T]) -> T | None:
 
 
 def table_folders(metadata: TableMetadata) -> tuple[str, ...]:
-    """Return the folders that the table itself writes to.
+    """Return the folders to which the table writes files, each with a slash at the end.
 
     Files elsewhere were only registered in the table.
     """
@@ -166,7 +173,10 @@ def is_in_folders(path: str, folders: Iterable[str]) -> bool:
 
 
 def normalize_location(location: str) -> str:
-    """Return one spelling per file, to compare paths: Spark writes `file:/…`, PyIceberg `file:///…`."""
+    """Return the location in one spelling, so that paths can be compared.
+
+    Spark writes `file:/…`, PyIceberg `file:///…`. All S3 schemes become `s3`.
+    """
     scheme, separator, rest = location.partition(":")
     if not separator or scheme not in ("file", "s3", "s3a", "s3n"):
         return location

@@ -1,7 +1,7 @@
-"""Decide whether PyIceberg or Spark's MERGE writes an upsert. These are pure functions.
+"""Decide whether PyIceberg or Spark's MERGE writes an upsert. This module reads and writes no table.
 
-PyIceberg writes an upsert if the table will hold the same rows as after a MERGE, and if PyIceberg is not more
-expensive. Spark writes in all cases that are not known to be equal (docs/adr/0042).
+PyIceberg writes an upsert if the table will contain the same rows as after a MERGE, and if PyIceberg is not
+more expensive. Spark writes in all cases that are not known to be equal (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -17,21 +17,30 @@ from pyiceberg.table import TableProperties
 from branchlake_dagster.stored_names import EventMetadata
 
 MAX_FRAME_ROWS = 1_000_000
-"""Rows of a frame. The frame is in the step's memory already; the upsert holds its keys a second time."""
-MAX_CANDIDATE_BYTES = 256 * 2**20
-"""Total bytes of the data files that may hold one of the keys.
+"""The largest number of rows of a frame that PyIceberg upserts.
 
-Random numbers took 2.3 times that in memory.
+The frame is in the step's memory already; the upsert stores its keys a second time.
+"""
+MAX_CANDIDATE_BYTES = 256 * 2**20
+"""The largest total size, in bytes, of the data files that may have one of the keys.
+
+Files of random numbers took 2.3 times their size in memory.
 """
 MAX_CANDIDATE_VALUES = 20_000_000
-"""Rows times columns of those files. Repeated text is small in a file but not in memory.
+"""The largest number of values (rows times columns) in the files that may have one of the keys.
 
-20 million strings of 44 bytes took 1 GB.
+Repeated text is small in a file but not in memory: 20 million strings of 44 bytes took 1 GB.
 """
 MAX_CANDIDATE_PARTITIONS = 1_000
-"""Partitions of those files. PyIceberg scans all written rows once for each partition."""
+"""The largest number of partitions of the files that may have one of the keys.
+
+PyIceberg scans all written rows once for each partition.
+"""
 MAX_TABLE_FILES = 10_000
-"""Data files of the table. PyIceberg needs about 40 µs per manifest entry, and reads each entry twice."""
+"""The largest number of data files of a table into which PyIceberg upserts.
+
+PyIceberg needs about 40 µs per manifest entry, and reads each entry twice.
+"""
 
 
 class SparkReason(StrEnum):
@@ -59,7 +68,10 @@ class SparkReason(StrEnum):
 
 
 def engine_metadata(plan: object) -> dict[str, str]:
-    """Return the metadata that a materialization reports: the engine, and the reason if it is Spark."""
+    """Return materialization metadata: the engine of the upsert, and the reason if it is Spark.
+
+    `plan` is a SparkReason or any other plan, which means PyIceberg.
+    """
     if isinstance(plan, SparkReason):
         return {EventMetadata.UPSERT_ENGINE: "Spark", EventMetadata.UPSERT_BY_SPARK_BECAUSE: plan.value}
     return {EventMetadata.UPSERT_ENGINE: "PyIceberg"}

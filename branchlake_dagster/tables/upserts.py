@@ -59,15 +59,15 @@ _COMPARABLE_TYPES = (
     ice.BinaryType,
     ice.UUIDType,
 )
-"""Other types whose bounds can be compared with keys."""
+"""Further types whose bounds can be compared with keys; their bounds are not converted."""
 
 
 def find_candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
-    """Find the data files in the current snapshot of `table` that may hold one of `keys`.
+    """Find the data files in the current snapshot of `table` that may contain a row with one of `keys`.
 
     `keys` has only the key columns, in the table's types, without nulls and with at least one row. An omitted
-    file certainly holds none of the keys: its partition, or the bounds of a key column, prove it. Cost: reads
-    the manifests whose partitions may hold one of the keys.
+    file certainly has none of the keys: its partition, or the bounds of a key column, prove it. Cost: reads
+    the manifests whose partitions may have one of the keys.
     """
     row_filter: BooleanExpression = AlwaysTrue()
     distinct_values = {name: pc.unique(to_comparable_column(keys[name])) for name in keys.column_names}
@@ -102,7 +102,7 @@ class _SortedKeys:
             self._values = _SortedValues(values)
 
     def may_be_in(self, file: DataFile) -> bool:
-        """Return whether the file may hold one of the values. False is certain; True is not."""
+        """Return whether the file may contain one of the values. False is certain; True is not."""
         file_facts = column_facts(file, self._field, self._specs[file.spec_id])
         if file_facts.all_null:
             return False
@@ -131,7 +131,7 @@ class _SortedValues(Sequence[Any]):
 
 
 def count_live_files(table: Table) -> tuple[int, bool]:
-    """Count the data files of the current snapshot, and return whether it has delete files.
+    """Return the number of data files of the current snapshot, and whether it has delete files.
 
     Cost: reads one file, the manifest list.
     """
@@ -157,8 +157,9 @@ _ROW_COLUMN = "__branchlake_row"
 class UpsertPlan:
     """A planned upsert that PyIceberg writes.
 
-    `matched_files` are the data files of `table` that hold a row with one of the frame's keys. `other_rows`
-    are the rows of these files with other keys, one Arrow table per file.
+    `frame` has the rows to add; if rows with existing keys are dropped, only those with new keys.
+    `matched_files` are the data files of `table` that contain a row with one of the frame's keys.
+    `other_rows` are the rows of these files with other keys, one Arrow table per file.
     """
 
     frame: pa.Table
