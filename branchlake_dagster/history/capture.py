@@ -34,9 +34,10 @@ def follow_parents(
 ) -> tuple[list[T], bool]:
     """Return the items after `stop_id` up to `current_id`, oldest first, and whether they reach `stop_id`.
 
-    Without `stop_id`, the second value is whether the oldest item has no parent. `newest_first` has the id,
-    the parent's id and the item of each snapshot. It is read only as far as needed, so a long history costs
-    nothing for two snapshots. A parent may also be listed before its child.
+    The item of `current_id` is included, the item of `stop_id` is not. Without `stop_id`, the second value is
+    whether the oldest item has no parent. `newest_first` has the id, the parent's id and the item of each
+    snapshot. It is read only as far as needed, so a long history costs nothing for two snapshots. A parent
+    may also be listed before its child.
     """
     items: list[T] = []
     passed: dict[int, tuple[int | None, T]] = {}
@@ -61,7 +62,9 @@ def snapshots_between(
 ) -> tuple[list[Snapshot], bool]:
     """Return the snapshots after `stop_id` up to `current_id`, and whether they lead back to `stop_id`.
 
-    As `follow_parents`. Without `stop_id`, they do not if the oldest one's parent has expired.
+    The snapshots are in the order of `follow_parents`, oldest first. Without `stop_id`, the second value is
+    whether they begin with the table's first snapshot: it is False if the parent of the oldest one has
+    expired.
     """
     newest_first = (
         (snapshot.snapshot_id, snapshot.parent_snapshot_id, snapshot)
@@ -111,7 +114,7 @@ def summary_value(snapshot: Snapshot, name: str) -> str | None:
 
 
 def replayed_from(snapshot: Snapshot) -> int | None:
-    """Return the id of the run-branch snapshot that this snapshot repeats on `main`, or None."""
+    """Return the id of the run-branch snapshot whose change this snapshot repeats on `main`, or None."""
     value = summary_value(snapshot, LakeProperty.REPLAYED_FROM) or ""
     return int(value) if value.isdigit() else None
 
@@ -119,8 +122,7 @@ def replayed_from(snapshot: Snapshot) -> int | None:
 def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) -> list[Snapshot] | None:
     """Return the snapshots that the position has not consumed, oldest first.
 
-    None means that the position had consumed no snapshot, so all that the table holds is new. Raises
-    ChangeLost.
+    None means that the table had no snapshot at the position, so all its rows are new. Raises ChangeLost.
     """
     if position.unpublished_snapshots:
         # If the branch's last snapshot has the same id on `main`, all snapshots before it are on `main` too.
@@ -155,7 +157,7 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
 
 
 def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
-    """Return the runs that made the snapshots since a position, by snapshot id.
+    """Return the ids of the runs that made the snapshots since a position, by snapshot id.
 
     If `position` is None, all snapshots count. A snapshot without a run id in its summary is left out. Reads
     only the table metadata. Raises ChangeLost.
@@ -184,7 +186,7 @@ def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
 def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:
     """Whether the table's current state includes a snapshot, or the snapshot that repeats it on `main`.
 
-    Also true if the snapshots that would prove it have expired.
+    Also true if `snapshot_id` is None, or if the snapshots that would prove it have expired.
     """
     if snapshot_id is None:
         return True
@@ -243,11 +245,13 @@ def capture_change(
     up_to: Position | None = None,
     cache: OwnFilesCache = CACHE,
 ) -> ChangeSet:
-    """Capture the change of `table` since a position. None as position means the whole table.
+    """Capture the change of `table` from a position to its current snapshot.
+
+    If `since` is None, the change is the whole table. `up_to` is the end position to record in the change; it
+    does not limit the snapshots. (default: the position of the current snapshot)
 
     Reads manifests only, not data. The cost grows with the change: it reads the manifests that the snapshots
-    of the change wrote, each once per process. `up_to` is the position at which the change ends; by default
-    it is the table's current snapshot. Raises ChangeLost.
+    of the change wrote, each once per process. Raises ChangeLost.
     """
     metadata = table.metadata
     end = up_to or current_position(table)
@@ -267,7 +271,7 @@ def capture_change(
 
 
 def _capture_whole_table(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
-    """Describe all that the table holds as if one snapshot had just appended it."""
+    """Return the whole table as a change, as if one snapshot had just appended all its files."""
     head = table.metadata.current_snapshot()
     if head is None:
         return ChangeSet(name, None, end, (), (), (), ())
@@ -332,8 +336,9 @@ NetFiles = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[Changed
 def _net_files(steps: Sequence[Step]) -> NetFiles:
     """Return the added files, removed files and delete files of all steps, without those that cancel out.
 
-    Compactions are skipped. The files that a compaction read keep representing their rows. If a later step
-    removes a file that a compaction wrote, all rows of that file count as removed.
+    A file that was added and later removed is in none of them. Compactions are skipped: the files that a
+    compaction replaced keep representing their rows. If a later step removes a file that a compaction wrote,
+    all rows of that file count as removed.
     """
     added: dict[str, ChangedFile] = {}
     removed: dict[str, ChangedFile] = {}
@@ -352,7 +357,7 @@ def _net_files(steps: Sequence[Step]) -> NetFiles:
 
 
 def _delete_file_key(delete_file: ChangedFile) -> str:
-    """Identify a delete file, or one deletion vector.
+    """Return a key that identifies a delete file or one deletion vector.
 
     Several deletion vectors may be stored in one file; the bounds of each contain the path of its data file.
     """

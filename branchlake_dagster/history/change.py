@@ -1,4 +1,4 @@
-"""A table's change as plain values: positions, steps, changed files, and the net change of all steps."""
+"""The change of a table as dataclasses: positions, steps, changed files, and the net change of all steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 
 @dataclass(frozen=True)
 class Position:
-    """How far a consumer has read a table.
+    """The point in a table's history up to which a consumer has read it.
 
     `snapshot_id` is the table's snapshot on `main`, or None if it had none. `unpublished_snapshots` are the
     snapshots that the consumer's own run added to the table on its branch before reading it. They reach
@@ -35,7 +35,7 @@ class Position:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Position:
-        """Read what `as_dict` returned. Raises KeyError or TypeError for any other value."""
+        """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
         return cls(str(values["table"]), values["snapshot"], tuple(values.get("beyond", ())))
 
 
@@ -80,7 +80,9 @@ class ChangedFile:
 class Step:
     """The change that one snapshot made.
 
-    `at` is the snapshot's time. `run_id` is the run that the snapshot's summary names, or None.
+    `ordinal` is its number in the change, from 0. `at` is the snapshot's time. `run_id` is the run that the
+    snapshot's summary names, or None. `replayed_from` is the run-branch snapshot that this snapshot repeats
+    on `main`, or None.
     """
 
     snapshot_id: int
@@ -111,7 +113,7 @@ class ChangeSet:
 
     table: str
     since: Position | None
-    """None if all that the table holds is new."""
+    """The position at which the change begins; None if all rows of the table are new."""
     up_to: Position
     steps: tuple[Step, ...]
     added: tuple[ChangedFile, ...]
@@ -125,22 +127,22 @@ class ChangeSet:
 
     @property
     def empty(self) -> bool:
-        """Whether no row has changed."""
+        """Whether no file with rows was added or removed. Compactions do not count."""
         return not (self.added or self.removed or self.deletes)
 
     @property
     def rows_added(self) -> int:
-        """The number of rows in the added files."""
+        """The number of rows in the added files, including rows that delete files of the change delete."""
         return sum(file.rows for file in self.added)
 
     @property
     def rows_removed(self) -> int:
-        """The number of rows in the removed files, plus the rows or values that delete files list."""
+        """The number of rows in the removed files, plus the number of entries in the delete files."""
         return sum(file.rows for file in (*self.removed, *self.deletes))
 
     @property
     def rows_changed(self) -> int:
-        """The number of added rows plus the number of removed rows."""
+        """The sum of `rows_added` and `rows_removed`. Unchanged rows of rewritten files are counted in both."""
         return self.rows_added + self.rows_removed
 
     @property
@@ -150,12 +152,12 @@ class ChangeSet:
 
     @property
     def bytes(self) -> int:
-        """The total size of the files in the change."""
+        """The total size in bytes of the files in the change."""
         return sum(file.file.file_size_in_bytes for file in self.files())
 
     @property
     def oldest(self) -> datetime | None:
-        """The time of the first step that changed rows, or None."""
+        """The time of the earliest snapshot that changed rows; None if no snapshot did."""
         return min((step.at for step in self.steps if step.changes_rows), default=None)
 
     @property
@@ -165,7 +167,7 @@ class ChangeSet:
 
     @property
     def only_appends(self) -> bool:
-        """Whether no row was removed."""
+        """Whether the change has neither removed files nor delete files."""
         return not (self.removed or self.deletes)
 
     @property
@@ -180,7 +182,7 @@ class ChangeSet:
         yield from self.deletes
 
     def label(self) -> str:
-        """Describe the change in a few words."""
+        """Return the change as a short text, such as `3 files (+120 rows), 1 removed (-40 rows)`."""
         if self.empty:
             return "no change"
         parts = [f"{len(self.added)} files (+{self.rows_added} rows)"] if self.added else []

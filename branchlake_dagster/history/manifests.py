@@ -5,8 +5,8 @@ further than the caller iterates. They cache nothing. All raise FileNotFoundErro
 location as `filename`, and StoredFileDamaged if a file is truncated or cannot be parsed.
 
 `column_facts` returns facts about one column in all rows of a data file, from the file's manifest entry. It
-states a fact only if the fact is proved. `reliable_metrics` decides which counts and bounds can be trusted.
-The value of an identity partition holds for every row of the file, whatever its metrics are.
+returns only proved facts. `reliable_metrics` decides which counts and bounds can be trusted. If a column is
+an identity partition, the partition value is the value in every row of the file.
 
 `OwnFilesCache` reads the files that snapshots added and removed. Manifests never change, so it reads each of
 them once per process, as long as its memory suffices.
@@ -36,11 +36,11 @@ from branchlake_dagster.internals.column_metrics import bound_value, reliable_me
 from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
 
 _FEW_ENTRIES = 500
-"""Up to this many entries of other snapshots are read and skipped, rather than located first."""
+"""Up to this many entries of other snapshots are parsed and skipped. Above it, entries are located first."""
 
 
 def read_manifests(io: FileIO, snapshot: Snapshot | None) -> Iterator[ManifestFile]:
-    """Read the manifests of a snapshot from its manifest list. None as snapshot has no manifests."""
+    """Yield the manifests of a snapshot from its manifest list; none if `snapshot` is None."""
     location = snapshot.manifest_list if snapshot is not None else None
     if location:
         content = read_content(io, location)
@@ -49,14 +49,14 @@ def read_manifests(io: FileIO, snapshot: Snapshot | None) -> Iterator[ManifestFi
 
 
 def read_manifest_entries(io: FileIO, manifest: ManifestFile) -> Iterator[ManifestEntry]:
-    """Read all entries of a manifest, including those of deleted files."""
+    """Yield all entries of a manifest, including those of deleted files."""
     content = read_content(io, manifest.manifest_path, manifest.manifest_length)
     with wrap_parse_errors(manifest.manifest_path):
         yield from iter_entries(manifest, content)
 
 
 def read_own_entries(io: FileIO, manifest: ManifestFile, snapshot_id: int) -> Iterator[ManifestEntry]:
-    """Read the entries of files that a snapshot itself added or removed.
+    """Yield the entries of files that a snapshot itself added or removed.
 
     In a manifest with many files of other snapshots, only the blocks with these entries are parsed.
     """
@@ -75,10 +75,10 @@ def is_own_entry(entry: ManifestEntry, snapshot_id: int) -> bool:
 
 
 def _find_own_entries(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[int] | None:
-    """Return the positions of the snapshot's own entries in a manifest; None if they are not known.
+    """Return the indexes of the snapshot's own entries in a manifest.
 
-    A merged manifest may list all files of a table. Reading only its status and snapshot columns takes a
-    tenth of the time.
+    None if Polars cannot read the manifest. A merged manifest may list all files of a table. Reading only its
+    status and snapshot columns takes a tenth of the time.
     """
     try:
         columns = pl.read_avro(BytesIO(content), columns=["status", "snapshot_id"])
@@ -92,7 +92,10 @@ def _find_own_entries(content: bytes, manifest: ManifestFile, snapshot_id: int) 
 def read_entries(
     io: FileIO, snapshot: Snapshot | None, content: ManifestContent | None = None
 ) -> Iterator[ManifestEntry]:
-    """Read the entries of all manifests of a snapshot, or only of its data or its delete manifests."""
+    """Yield the entries of all manifests of a snapshot, or only of its data or its delete manifests.
+
+    Entries of deleted files are included.
+    """
     for manifest in read_manifests(io, snapshot):
         if content is None or manifest.content == content:
             yield from read_manifest_entries(io, manifest)
@@ -101,14 +104,14 @@ def read_entries(
 def read_live_files(
     io: FileIO, snapshot: Snapshot | None, content: ManifestContent | None = None
 ) -> Iterator[DataFile]:
-    """Read the files that a snapshot consists of: all, or only the data files or the delete files."""
+    """Yield the files of a snapshot that are not deleted: all, or only data files or only delete files."""
     for entry in read_entries(io, snapshot, content):
         if entry.status != ManifestEntryStatus.DELETED:
             yield entry.data_file
 
 
 def read_added_files(io: FileIO, snapshot: Snapshot) -> Iterator[DataFile]:
-    """Read the data and delete files that a snapshot added."""
+    """Yield the data and delete files that a snapshot added."""
     for manifest in read_manifests(io, snapshot):
         if manifest.added_snapshot_id == snapshot.snapshot_id:
             for entry in read_manifest_entries(io, manifest):
@@ -190,14 +193,14 @@ def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
 
 
 def _decode_bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
-    """Decode a bound. Returns None if the bound is missing or its type has no order here."""
+    """Decode a bound. Returns None if the bound is missing or cannot be decoded for this type."""
     return None if stored is None or type(kind) not in _VALUES else bound_value(stored, kind)
 
 
 _MAX_READERS = 8
 """How many manifests are read in parallel. Each is a request to the object store."""
 _LIVE = -1
-"""Stands for a snapshot id in keys of the cache: all files in a manifest."""
+"""In keys of the cache, this value instead of a snapshot id means all live files of a manifest."""
 
 
 @dataclass(frozen=True)
@@ -224,10 +227,10 @@ class LiveFile:
 
 
 class OwnFilesCache:
-    """A cache of files by snapshot and of files by manifest. Safe to share between threads.
+    """A cache of the files that snapshots changed, and of the live files of manifests.
 
-    It keeps the entries that were used last, up to `max_bytes`. The estimate of their size is rather too
-    large.
+    Safe to share between threads. It keeps the entries that were used last, up to `max_bytes`, by an estimate
+    of their size that is rather too large.
     """
 
     def __init__(self, *, max_bytes: int = 256 << 20) -> None:
@@ -240,7 +243,8 @@ class OwnFilesCache:
     ) -> dict[int, OwnFiles]:
         """Return the files that each snapshot added and removed, by snapshot id.
 
-        `head` is the table's current snapshot. Raises FileNotFoundError if a manifest is missing.
+        `head` is the table's current snapshot, whose manifest list often replaces those of the others. Raises
+        FileNotFoundError if a manifest is missing.
         """
         files_by_snapshot: dict[int, OwnFiles] = {}
         missing: list[Snapshot] = []
@@ -257,7 +261,7 @@ class OwnFilesCache:
         return files_by_snapshot
 
     def load_live_files(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
-        """Return all files of a snapshot. Raises FileNotFoundError if a manifest is missing."""
+        """Return all data and delete files of a snapshot. Raises FileNotFoundError if a manifest is missing."""
         manifests = list(read_manifests(io, snapshot))
         with ThreadPoolExecutor(min(_MAX_READERS, len(manifests)) or 1) as pool:
             return [
@@ -298,11 +302,11 @@ class OwnFilesCache:
 
 
 _BYTES_OF_A_FILE, _BYTES_OF_A_COLUMN = 2_000, 350
-"""Memory in CPython 3.11: of a file without its columns, and of a column with counts and short bounds."""
+"""Memory in bytes, in CPython 3.11: of a file without its columns, and of each column with its metrics."""
 
 
 def _estimate_bytes(file: DataFile) -> int:
-    """Estimate the memory of a file's description: 7 kB with 20 columns, 75 kB with 200."""
+    """Estimate the memory in bytes of a DataFile object: 7 kB with 20 columns, 75 kB with 200."""
     bounds = [values for values in (file.lower_bounds, file.upper_bounds) if values is not None]
     columns = max(len(file.value_counts or ()), *map(len, bounds), 0)
     lengths = sum(len(bound) for values in bounds for bound in values.values())
@@ -340,7 +344,8 @@ def _read_snapshots(
 def _own_manifests(snapshot: Snapshot, known_manifests: list[ManifestFile], io: FileIO) -> list[ManifestFile]:
     """Return the manifests that list the files which the snapshot added or removed.
 
-    `known_manifests` are those of the snapshot that a later manifest list still has.
+    `known_manifests` are those of the snapshot that a later manifest list still has. If they list all files
+    of an append, the snapshot's own manifest list is not read.
     """
     if _is_whole_append(snapshot, known_manifests):
         return known_manifests

@@ -75,7 +75,7 @@ class Ranges:
 
     @property
     def span(self) -> Range | None:
-        """The range from the lowest to the highest value; None if there is none or any value is possible."""
+        """The range from the lowest to the highest value; None if `parts` is empty or any value is possible."""
         return None if self.anything or not self.parts else Range(self.parts[0].low, self.parts[-1].high)
 
     def __or__(self, other: Ranges) -> Ranges:
@@ -84,11 +84,11 @@ class Ranges:
         return Ranges(parts, self.nulls or other.nulls, anything)
 
     def overlaps(self, low: Any, high: Any) -> bool:
-        """Whether the ranges may contain a value of low <= value < high."""
+        """Whether the ranges may contain a value with low <= value < high. Null does not count."""
         return self.anything or any(part.low < high and low <= part.high for part in self.parts)
 
     def label(self) -> str:
-        """Describe the ranges in a few words."""
+        """Return the ranges as a short text, such as `2026-11-02 to 2026-11-05, null`."""
         if self.anything:
             return "any value"
         labels = [
@@ -101,17 +101,17 @@ NOTHING = Ranges()
 
 
 def union_ranges(ranges: Iterable[Ranges]) -> Ranges:
-    """Return the union of ranges, for example of all inputs' changes. Their fields must have one type."""
+    """Return the union of ranges; empty for none. The values of all ranges must have one type."""
     return reduce(lambda first, other: first | other, ranges, NOTHING)
 
 
 def unify_types(ranges_by_table: Mapping[str, Ranges], columns: Mapping[str, str]) -> list[Ranges]:
-    """Convert the ranges of columns of several tables to one type, so that they can be compared.
+    """Return the ranges of columns of several tables, converted to one type for comparisons, as a list.
 
     `ranges_by_table` has the ranges of one column per table; `columns` has the names of these columns. If
     dates meet time stamps, a date becomes a whole day in UTC, as Iceberg and Spark promote it. A time stamp
-    without time zone is taken as UTC. Numbers of different types are compared as they are. Raises
-    ConfigurationError for other types that differ.
+    without time zone is taken as UTC. Numbers of different types are not converted. Raises ConfigurationError
+    for other types that differ.
     """
     kinds = {name: _value_kinds(ranges) for name, ranges in ranges_by_table.items()}
     all_kinds = set().union(*kinds.values())
@@ -160,7 +160,9 @@ def _to_timestamp(value: date | datetime, *, last: bool = False) -> datetime:
 
 
 def merge_ranges(parts: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the same values in as few ranges as possible."""
+    """Return the same values in as few ranges as possible, sorted. Overlapping and adjacent ranges are
+    joined.
+    """
     result: list[Range] = []
     for part in sorted(parts):
         if result and _is_adjacent(result[-1].high, part.low):
@@ -179,7 +181,7 @@ def _is_adjacent(end: Any, start: Any) -> bool:
 
 
 def changed_ranges(change: ChangeSet, field: str, metadata: TableMetadata) -> Ranges:
-    """Return the values of a top-level field in all rows of a change.
+    """Return ranges that contain the values of a top-level field in all rows of a change.
 
     Reads only the bounds and partitions of the change's files. Raises ConfigurationError if the table lacks
     the field, or if the field's type has no order.
@@ -190,7 +192,10 @@ def changed_ranges(change: ChangeSet, field: str, metadata: TableMetadata) -> Ra
 
 
 class ColumnRanges:
-    """Finds the values that a field may have in single files. Unknown bounds give `Ranges(anything=True)`."""
+    """Finds the values that a field may have in single files, from bounds and partition values.
+
+    If they are unknown, the result is `Ranges(anything=True)`.
+    """
 
     def __init__(self, metadata: TableMetadata, field: str, *, table: str) -> None:
         schema = metadata.schema()
@@ -198,7 +203,10 @@ class ColumnRanges:
         self._specs: Mapping[int, PartitionSpec] = metadata.specs()
 
     def ranges_of(self, changed_file: ChangedFile) -> Ranges:
-        """Return the values in a file's rows; for a delete file, in the rows that it may delete."""
+        """Return ranges that contain the field's values in a file's rows.
+
+        For a delete file, these are the values in the rows that it may delete.
+        """
         try:
             return self._ranges_of_file(changed_file.file, self._specs[changed_file.file.spec_id])
         except (OverflowError, ValueError):  # outside Python's calendar: a broken clock, or the year 10000
@@ -217,7 +225,7 @@ class ColumnRanges:
         return _intersect_ranges(self._ranges_from_bounds(file, spec), partition_ranges)
 
     def _is_constant(self, spec: PartitionSpec) -> bool:
-        """Whether each partition has one value of the field."""
+        """Whether all rows of a partition have the same value of the field (identity transform)."""
         return any(
             part.source_id == self._field.field_id and isinstance(part.transform, IdentityTransform)
             for part in spec.fields
@@ -234,9 +242,8 @@ class ColumnRanges:
         return Ranges((part,), nulls=not file_facts.no_null)
 
     def _ranges_from_partition(self, file: DataFile, spec: PartitionSpec) -> Ranges:
-        """Return the values that the file's partition allows.
-
-        That is any value if the table is not partitioned by the field.
+        """Return the values that the file's partition allows; any value without a time partition of the
+        field.
         """
         ranges = Ranges(anything=True, nulls=True)
         for index, part in enumerate(spec.fields):
@@ -253,7 +260,10 @@ class ColumnRanges:
 
 
 def _intersect_ranges(left: Ranges, right: Ranges) -> Ranges:
-    """Return the values that both ranges allow. Both must be true of the same file."""
+    """Return the values that both ranges allow, for two descriptions of the same file.
+
+    If no value is in both, the values of `left` are returned.
+    """
     nulls = left.nulls and right.nulls
     if left.anything or right.anything:
         known_ranges = right if left.anything else left
@@ -286,7 +296,10 @@ def _require_ordered_field(schema: Schema, name: str, table: str) -> ice.NestedF
 
 
 def _decode_value(stored: Any, kind: ice.IcebergType) -> Any:
-    """Convert a bound from Iceberg's number of days or microseconds to a value of the field's type."""
+    """Convert a decoded bound to a value of the field's type.
+
+    Days and microseconds since 1970 become dates and datetimes; other values are returned unchanged.
+    """
     if isinstance(kind, ice.DateType) and type(stored) is int:
         return _EPOCH.date() + timedelta(days=stored)
     if isinstance(kind, ice.TimestampType):

@@ -34,13 +34,13 @@ INSERT, DELETE = "INSERT", "DELETE"
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """The added and the removed rows: the difference between two states of a table, as multisets."""
+    """The added and the removed rows of a change. A row that occurs several times is in them several times."""
 
     added: pa.Table
     removed: pa.Table
 
     def with_change_types(self) -> pa.Table:
-        """Return all rows in one table, with their type in the column `_change_type`."""
+        """Return all rows in one table, with INSERT or DELETE in the column `_change_type`."""
         sides = [_add_change_type(self.added, INSERT), _add_change_type(self.removed, DELETE)]
         return pa.concat_tables(sides, promote_options="permissive")
 
@@ -49,7 +49,8 @@ class RowReader:
     """Reads the rows of one change of `table`.
 
     `columns` limits the rows to these columns, in the table's order. `commits` adds the columns
-    `_change_ordinal` and `_commit_snapshot_id`. Raises RowsUnreadable if the change has equality deletes.
+    `_change_ordinal` and `_commit_snapshot_id`. The constructor raises RowsUnreadable if the change has
+    equality deletes.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class RowReader:
         )
 
     def read(self) -> ChangedRows:
-        """Read the added and the removed rows, with unchanged rows of rewritten files in both.
+        """Read the added and the removed rows.
 
-        Raises RowsUnreadable and ChangeLost.
+        Unchanged rows of rewritten files are in both; `drop_unchanged_rows` removes them. Raises
+        RowsUnreadable, and ChangeLost if a file of the change was deleted.
         """
         try:
             return ChangedRows(self.read_added(), self.read_removed())
@@ -82,7 +84,7 @@ class RowReader:
             raise files_gone_error(self._change.table) from error
 
     def read_added(self) -> pa.Table:
-        """Read the rows of the added files, without rows that were deleted again."""
+        """Read the rows of the added files, without those that delete files of the change have deleted."""
         deletes = [file.file for file in self._change.deletes]
         return self._read_files(self._change.added, deletes)
 
@@ -119,9 +121,9 @@ class RowReader:
         return self._concat_rows(parts)
 
     def _concat_rows(self, parts: Sequence[pa.Table]) -> pa.Table:
-        """Concatenate tables.
+        """Concatenate tables, without those that have no rows.
 
-        Scans differ in how they store text, and the schema of a table without rows means nothing.
+        Scans differ in how they store text, and the schema of a table without rows is not reliable.
         """
         non_empty = [part for part in parts if part.num_rows]
         return pa.concat_tables(non_empty, promote_options="permissive") if non_empty else self._empty_rows()
@@ -142,11 +144,11 @@ class RowReader:
     # -- row-level deletes ---------------------------------------------------------------------------
 
     def _deletes_before(self) -> list[DataFile]:
-        """Return the delete files that were in force at the start position. Raises RowsUnreadable.
+        """Return the delete files that applied to the table at the start position. Raises RowsUnreadable.
 
         The position's own snapshot may have expired. Its delete files are therefore those that the first
         snapshot after it kept or removed. Delete files of the consumer's own run reached `main` later, but
-        were in force as well.
+        applied as well.
         """
         since, metadata = self._change.since, self._table.metadata
         if since is None:
@@ -240,7 +242,7 @@ def _applicable_deletes(file: DataFile, deletes: Sequence[DataFile]) -> set[Data
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Return the Arrow schema of a scan with these columns."""
+    """Return the Arrow schema that a scan of the columns in `schema` has."""
     return schema_to_pyarrow(schema, include_field_ids=False)
 
 
@@ -249,10 +251,10 @@ def _add_change_type(rows: pa.Table, kind: str) -> pa.Table:
 
 
 def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
-    """Drop the rows that are on both sides: unchanged rows of rewritten files.
+    """Drop the rows that are both added and removed: unchanged rows of rewritten files.
 
-    Whole rows are compared, and null equals null. If a column has a type that cannot be compared, all rows
-    stay.
+    Whole rows are compared, and null equals null. A row that was added twice and removed once remains added
+    once. If a column has a type that cannot be compared, all rows are returned.
     """
     if not rows.added.num_rows or not rows.removed.num_rows:
         return rows
@@ -276,6 +278,6 @@ _COUNT = "branchlake_count"
 
 
 def _repeat_by_count(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
-    """Repeat each row by its count."""
+    """Return each row as often as the absolute value of its count, in the types of `schema`."""
     times = rows[_COUNT].abs().to_numpy()
     return rows.drop(_COUNT).to_arrow().cast(schema).take(pa.array(np.repeat(np.arange(len(times)), times)))

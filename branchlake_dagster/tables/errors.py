@@ -18,9 +18,10 @@ class OneLakeOnly(BranchlakeError, Terminal):
 
 
 class RetryNeedsFullRun(BranchlakeError, Terminal):
-    """A retry of some steps cannot continue the branch of its parent run. Launch a run of all steps instead.
+    """A retry of some steps cannot continue earlier work. Launch a run of all steps instead.
 
-    The parent's branch was deleted or published, or another run uses it.
+    The branch of the parent run was deleted or published, another run uses it, or other writes have changed
+    the rows that an earlier attempt of the step wrote.
     """
 
 
@@ -89,7 +90,7 @@ class PositionUnreadable(BranchlakeError, Terminal):
 
 
 class RowsRemoved(BranchlakeError, Terminal):
-    """Rows of an input were updated or deleted, but the asset's table cannot follow: it only takes new rows."""
+    """Rows of an input were updated or deleted, but the asset's table only takes new rows."""
 
 
 class NotApproved(BranchlakeError, Terminal):

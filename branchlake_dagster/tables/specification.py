@@ -44,7 +44,7 @@ def table_metadata(
     exclusive: str | None = None,
     columns: ColumnContract | None = None,
 ) -> dict[str, Any]:
-    """Return metadata for `@dg.asset(metadata=…)` that declares how the asset's table is laid out and written.
+    """Return metadata for `@dg.asset(metadata=…)` that declares how the table is laid out and written.
 
     Invalid metadata raises ConfigurationError only when the asset is written.
 
