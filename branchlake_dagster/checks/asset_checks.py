@@ -44,10 +44,10 @@ UNIT = "unit"
 
 
 def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
-    """Asset metadata for `@dg.asset(metadata=…)`: the columns of a pandera model as Dagster shows them.
+    """Return metadata for `@dg.asset(metadata=…)` that describes the columns of a pandera model.
 
     Each column shows the field's `description` (or its `title`) with the unit in brackets, the type that the
-    lake stores, and the promises of the contract. Promises on several columns belong to the table. The unit
+    lake stores, and its constraints. Constraints on several columns belong to the table. The unit
     is `"unit"` in the field's `metadata`; it also becomes a tag of the column. After a materialization,
     Dagster shows the columns and types of the stored table, and the descriptions and tags from here.
 
@@ -134,7 +134,10 @@ def _add_unit(description: str, unit: str) -> str:
 
 
 def _other_promises(name: str, constraints: list[Constraint]) -> list[str]:
-    """Return a column's promises other than nullable and unique, without the leading column name."""
+    """Return the descriptions of a column's constraints other than nullable and unique.
+
+    The leading column name is removed from each.
+    """
     descriptions = [
         constraint.description for constraint in constraints if not isinstance(constraint, UniqueConstraint)
     ]
@@ -155,7 +158,10 @@ CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
 
 
 def asset_key(asset: CheckedAsset) -> dg.AssetKey:
-    """Return the key of `asset`. A definition must have exactly one; in text, a slash separates the parts."""
+    """Return the key of `asset`. Text like `shop/prices` is divided at the slashes.
+
+    An asset definition must have exactly one key.
+    """
     if isinstance(asset, dg.AssetsDefinition):
         return asset.key
     if isinstance(asset, str):
@@ -169,7 +175,8 @@ def check_partitions_def(
     """Return the partitions definition of a check on `asset`; None for a check of the whole table.
 
     An asset definition has its own partitions definition. For a bare key, pass `partitions_def`. Without
-    either, Dagster loads every partition of the asset for the check, whatever the run wrote.
+    either, Dagster loads all partitions of the asset for the check, whichever the run wrote. Raises
+    ContractError if both `whole_table` and `partitions_def` are given.
     """
     if whole_table and partitions_def is not None:
         raise ContractError(
@@ -201,7 +208,9 @@ def build_check_specs(
     *,
     warn_names: Collection[str],
 ) -> list[dg.AssetCheckSpec]:
-    """Return one non-blocking spec for each name in `promises`. Its description says what a failure does.
+    """Return one non-blocking check spec for each name in `promises`, which maps names to descriptions.
+
+    The description of a spec also says what happens if the check fails.
 
     The specs are never `blocking`: the gate is at publication, and a failed check must not stop the other
     steps of the run, whose results the gate needs. Dagster's page calls such a check non-blocking, which
@@ -314,7 +323,7 @@ def pandera_checks(
     name_prefix: str | None = None,
     whole_table: bool = False,
 ) -> dg.AssetChecksDefinition:
-    """Asset checks for every promise of a pandera model, evaluated in one Spark job on the asset's rows.
+    """Build asset checks for all constraints of a pandera model, evaluated in one Spark job.
 
     The asset's IO manager loads the rows: those of the run's branch and, for a partitioned asset, of the
     run's partitions. A failure has severity ERROR and blocks the publication.
@@ -331,7 +340,7 @@ def pandera_checks(
         whole_table (bool): Check the whole table instead of the run's partitions. (default: False)
 
     Returns:
-        AssetChecksDefinition: One step with a check for each promise.
+        AssetChecksDefinition: One step with a check for each constraint.
 
     Raises:
         ContractError: The model cannot be compiled to checks, or `warn` names a check that it does not have.
@@ -410,7 +419,7 @@ def sql_check(
     description: str | None = None,
     examples: int = 5,
 ) -> dg.AssetChecksDefinition:
-    """An asset check that passes when a query returns no row.
+    """Build an asset check that passes if a query returns no row.
 
     In the query, `{this}` stands for the asset's rows on the run's branch, in the run's partitions. Any other
     table is `nessie.<namespace>.<table>`, read on the same branch. To check the whole table, use its name.
@@ -425,7 +434,7 @@ def sql_check(
         severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a
             warning. (default: `error`)
         partitions_def (Optional[PartitionsDefinition]): The partitions of the asset, if `asset` is a key.
-        description (Optional[str]): The promise in Dagster's UI. (default: the query)
+        description (Optional[str]): The constraint in Dagster's UI. (default: the query)
         examples (int): The number of failing rows to show, 1 to 100. (default: 5)
 
     Returns:

@@ -35,7 +35,10 @@ _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
 
 def find_session_ref(rows: DataFrame) -> str | None:
-    """Return the Nessie reference that the session of `rows` reads; None if it has no catalog `nessie`."""
+    """Return the Nessie reference that the Spark session of `rows` reads.
+
+    None if the session has no catalog `nessie`.
+    """
     return rows.sparkSession.conf.get(_BRANCH_CONF, None)
 
 
@@ -49,7 +52,7 @@ def format_spark_error(error: PySparkException) -> str:
 def build_check_result(
     name: str, description: str, outcome: CheckOutcome, *, warn: bool, evaluation: str, branch: str | None
 ) -> dg.AssetCheckResult:
-    """Return the result of check `name`, whose promise is `description`.
+    """Return the result of check `name`. `description` is the constraint for people.
 
     The severity is WARN with `warn`, otherwise ERROR. The metadata always has `constraint` and `evaluation`.
     If known, it has `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0 to 1), `examples`
@@ -118,7 +121,7 @@ def _examples_table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMet
 
 @dataclass(frozen=True)
 class CheckDeclaration:
-    """One declaration of checks: its name in errors, its constraints, and the names that only warn."""
+    """One contract or SQL check: its name in errors, its constraints, and the checks that only warn."""
 
     label: str
     group: ConstraintGroup
@@ -132,7 +135,7 @@ class CheckDeclaration:
 
 
 _declarations: WeakKeyDictionary[Any, tuple[CheckDeclaration, ...]] = WeakKeyDictionary()
-"""The declarations of each step by its op. Dagster copies check definitions, but keeps their op."""
+"""The declarations of each step, by the step's op. Dagster copies check definitions, but not their op."""
 
 
 def declarations_in(checks: dg.AssetChecksDefinition) -> tuple[CheckDeclaration, ...]:
@@ -150,7 +153,7 @@ def build_check_step(
     description: str,
     kind: str,
 ) -> dg.AssetChecksDefinition:
-    """Build a step `name` that evaluates all checks in `specs`.
+    """Build an asset check definition `name` that evaluates all checks in `specs` in one step.
 
     If checks cannot be evaluated, the step raises CheckFailedToRun at its end, after it has yielded the
     results of the others.
@@ -221,7 +224,7 @@ def _iter_results(
 def _build_failure(
     verdicts: Verdicts, declarations: Sequence[CheckDeclaration], key: dg.AssetKey, run_id: str
 ) -> CheckFailedToRun:
-    """Return one error about all checks that could not be evaluated; each cause appears once."""
+    """Return one error about all checks that could not be evaluated; each distinct cause is listed once."""
     labels_by_message: dict[str, list[str]] = {}
     for declaration in declarations:
         for constraint in declaration.group.constraints:

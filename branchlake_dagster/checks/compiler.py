@@ -2,9 +2,9 @@
 
 Pure: this module needs no session and reads no rows.
 
-A constraint's name consists of the kind of promise and its columns (`not_null__norad_id`, `in_range__ra_deg`,
-`unique__norad_id__epoch`), never of a position. So a new promise does not rename others, and the history of
-each check in Dagster continues.
+A constraint's name consists of its kind and its columns (`not_null__norad_id`, `in_range__ra_deg`,
+`unique__norad_id__epoch`), never of a position. So a new constraint does not rename others, and the history
+of each check in Dagster continues.
 
 Each builder of a built-in check returns the condition that a good value satisfies. Its semantics are those of
 pandera's PySpark backend (pandera 0.35, `pandera.backends.pyspark.builtin_checks`). A null value satisfies
@@ -194,8 +194,8 @@ def build_builtin_condition(
 ) -> tuple[str, BuiltCondition] | None:
     """Return the short name and the condition of pandera's built-in `check` on `column`; None for others.
 
-    `dtype` is the column's type in the contract, None if the contract names no type. Raises `ContractError`
-    if the check cannot apply to this type. pandera itself would raise a TypeError only in the run.
+    `dtype` is the column's type in the contract, None if the contract names no type. Raises ContractError if
+    the check cannot apply to this type. pandera itself would raise a TypeError only in the run.
     """
     if check not in _BUILDERS:
         return None
@@ -216,10 +216,10 @@ if TYPE_CHECKING:
 
 
 def compile_schema(schema: DataFrameSchema) -> tuple[Constraint, ...]:
-    """Return all promises of `schema` as constraints: columns and types first, then column by column.
+    """Return all constraints of `schema`: first the one on columns and types, then column by column.
 
-    Raises `ContractError` for a contract that would change rows (`coerce`, `strict="filter"`), and for a
-    check that cannot apply to its column's type.
+    Uniqueness and checks on whole rows come last. Raises ContractError for a contract that would change rows
+    (`coerce`, `strict="filter"`), and for a check that cannot apply to its column's type.
     """
     _refuse_parsing(schema)
     constraints: list[Constraint] = [_schema_constraint(schema)]
@@ -244,7 +244,7 @@ def compile_schema(schema: DataFrameSchema) -> tuple[Constraint, ...]:
 
 
 def quote_column(column: str) -> Column:
-    """Return the column with exactly this name, whatever characters it contains."""
+    """Return a Spark column with exactly this name, whatever characters the name contains."""
     return F.col("`" + column.replace("`", "``") + "`")
 
 

@@ -1,7 +1,8 @@
-"""Constraints and their outcomes as values, promises that file metadata can prove, and row predicates.
+"""Constraints of contracts, their outcomes, and row predicates.
 
-A promise describes a condition as a value. Only conditions with a promise can be proved without reading rows.
-The Spark condition stays authoritative: every row that keeps the promise satisfies the condition.
+A `Promise` describes the condition of a row constraint as a value, for example `Compared(">=", 0)`. Only such
+conditions can be proved from file metadata, without reading rows. The Spark condition stays authoritative:
+every value that keeps the promise satisfies the Spark condition.
 
 A `@pandera.pyspark.check` or `@dataframe_check` method returns True or False for a whole frame. It can only
 be called, which costs one Spark job and gives no counts. With `@row_predicate` the method returns a Spark
@@ -87,9 +88,11 @@ class Length:
 
 
 Promise = NotNull | Compared | Both | Among | NotAmong | StartsWith | EndsWith | Length
+"""A condition on one column as a value, which file metadata or read values can prove."""
 
 
 Predicate = Callable[[Any, DataFrame], Column]
+"""Takes the pandera model and the frame, and returns the Spark condition that a good row satisfies."""
 
 
 def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
@@ -134,7 +137,10 @@ def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
 
 
 def find_predicate(check: Check) -> Callable[[DataFrame], Column] | None:
-    """Return the condition builder of `check` if its method is a `row_predicate`, else None."""
+    """Return a function that builds the condition of `check` for a frame.
+
+    None if the method of `check` is not a `row_predicate`.
+    """
     check_method = find_check_method(check)
     if check_method is None:
         return None
@@ -157,11 +163,12 @@ class CheckFailedToRun(BranchlakeError, Terminal):  # noqa: N818 - named like th
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """One promise of a contract, and one asset check in the UI.
+    """One constraint of a contract, which is one asset check in Dagster's UI.
 
-    `name` is stable and unique within the contract. `columns` are the table columns of the promise; empty if
-    it may read any column. `description` is the promise for people. `warn` is True if a failure is published
-    with a warning. `optional` is True if the promise does not apply while the column is absent.
+    `name` is stable and unique within the contract. `columns` are the table columns of the constraint; empty
+    if it may read any column. `description` is the constraint for people. `warn` is True if a run is
+    published with a warning when the constraint fails. `optional` is True if the constraint is satisfied
+    while one of its columns does not exist.
     """
 
     name: str
@@ -173,18 +180,18 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaConstraint(Constraint):
-    """A promise on columns and types, judged from the schema without reading a row."""
+    """A constraint on columns and types, judged from the table's schema without reading a row."""
 
     schema: DataFrameSchema
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowConstraint(Constraint):
-    """A promise on each single row.
+    """A constraint on each single row.
 
     `build_condition` returns the Spark condition that a good row satisfies. A null condition counts as
-    satisfied, as in SQL `CHECK` and in pandera's PySpark backend. `needs_types` is True if the condition is
-    only meaningful while its columns have the contract's types. `promise` is the same condition on its one
+    satisfied, as in SQL `CHECK` and in pandera's PySpark backend. `needs_types` is True if the condition can
+    only be evaluated while its columns have the contract's types. `promise` is the same condition on its one
     column as a value that file metadata can prove; None if there is no such value.
     """
 
@@ -195,30 +202,33 @@ class RowConstraint(Constraint):
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueConstraint(Constraint):
-    """A promise that no two rows agree on `columns`. Nulls are equal, as in pandera and GROUP BY."""
+    """The constraint that no two rows have the same values in `columns`.
+
+    Null equals null, as in pandera and GROUP BY.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanderaConstraint(Constraint):
-    """A promise that only pandera can judge. `schema` contains only this promise."""
+    """A constraint that only pandera can judge. `schema` is a pandera schema with only this constraint."""
 
     schema: DataFrameSchema
 
 
 @dataclass(frozen=True, kw_only=True)
 class SqlConstraint(Constraint):
-    """A promise that the query `sql` returns no row. In it, `{this}` stands for the checked rows."""
+    """The constraint that the query `sql` returns no row. In the query, `{this}` means the checked rows."""
 
     sql: str
 
 
 Example = Mapping[str, str | None]
-"""A failing row: column name -> printed value; None is null."""
+"""A failing row: a mapping from column name to the value as text; None is null."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The data files and rows that proved a constraint without Spark.
+    """How a constraint was proved without Spark, and from how many data files and rows.
 
     With source `metadata`, `rows` counts all rows of the files, which may include rows outside the selection
     and deleted rows. With source `rows`, it counts the rows of the selection, which were read.
@@ -243,7 +253,7 @@ class FailingPartitions:
 
     @property
     def summary(self) -> str:
-        """The list for a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
+        """The partitions as a part of a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
         partition_list = ", ".join(
             f"{name} ({format_count(rows, 'row')})" for name, rows in self.rows_by_partition.items()
         )
@@ -258,9 +268,10 @@ class FailingPartitions:
 class CheckOutcome:
     """The result of the evaluation of one constraint.
 
-    `failing` and `total` are row counts, None if unknown. `examples` are failing rows. `note` explains the
-    result where counts cannot. `proof` is set if Spark was not needed. `partitions` are the partitions of the
-    failing rows, None if the check read one partition or their partitions are unknown.
+    `failing` is the number of failing rows and `total` the number of checked rows; each is None if unknown.
+    `examples` are failing rows. `note` explains the result, for example why there are no counts. `proof` is
+    set if Spark was not needed. `partitions` are the partitions of the failing rows, None if the check read
+    one partition or their partitions are unknown.
     """
 
     passed: bool

@@ -53,21 +53,25 @@ ROWS_PLACEHOLDER = "{this}"
 
 
 def failures_from_clause(check: SqlConstraint, view: str) -> str:
-    """Return the FROM clause of a SQL check. `view` is the view of the checked rows.
+    """Return the FROM clause of a query for the rows that a SQL check returns.
 
-    The text becomes a subquery, so it can only be a query: Spark's grammar allows no INSERT or DROP there.
+    `view` is the name of the view of the checked rows, which replaces `{this}`. The text becomes a subquery,
+    so it can only be a query: Spark's grammar allows no INSERT or DROP there.
     """
     return f"FROM (\n{check.sql.strip().rstrip(';').replace(ROWS_PLACEHOLDER, view)}\n) AS failures"
 
 
 def select_failures(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
-    """Return the rows that `check` returns. Columns with the same name are numbered."""
+    """Return the rows that the query of `check` returns, as a lazy frame.
+
+    Repeated column names get a number. `view` is the name of the view of the checked rows.
+    """
     frame = rows.sparkSession.sql(f"SELECT * {failures_from_clause(check, view)}")
     return frame.toDF(*_number_duplicates(frame.columns))
 
 
 def _number_duplicates(columns: Sequence[str]) -> list[str]:
-    """Return unique column names: repeated names are numbered. `SELECT a.*, b.*` repeats names."""
+    """Return unique column names: the second column `a` becomes `a_2`. `SELECT a.*, b.*` repeats names."""
     names: list[str] = []
     used_names: set[str] = set()
     for column in columns:
@@ -89,7 +93,10 @@ _COUNT = "branchlake_count"
 
 @dataclass(frozen=True)
 class FailureCount:
-    """The number of failing rows. `total` is the number of checked rows; None for a SQL check."""
+    """The number of failing rows, and the number of checked rows; `total` is None for a SQL check.
+
+    For a uniqueness constraint, all rows with a repeated key fail.
+    """
 
     failing: int
     total: int | None
@@ -144,7 +151,7 @@ def count_failures(
 
 
 def failure_flag(rows: DataFrame, rule: RowConstraint) -> Column:
-    """Return a column that is 1 for a row that breaks `rule`, else 0."""
+    """Return a column that is 1 for a row that violates `rule`, else 0. A null condition gives 0."""
     # A null condition counts as satisfied: ~null is null. `bit_count` keeps Spark from pushing the condition
     # down to the data source: Spark 4.1 fails with an internal error when it translates some conditions (a
     # float column against 0.1, a timestamp in an empty range).
@@ -196,7 +203,7 @@ _WEIGHT = "branchlake_weight"
 ANY_ROW = RowConstraint(
     name="returned", columns=(), description="", build_condition=lambda _: F.lit(False), needs_types=False
 )
-"""A rule that every row breaks, to load examples of rows that a SQL check returned."""
+"""A constraint that every row violates, to load examples of rows that a SQL check returned."""
 
 
 def collect_examples(
@@ -259,7 +266,10 @@ def _format_cell(column: str, dtype: pst.DataType) -> Column:
 def _flag_failures(
     rows: DataFrame, rules: Sequence[RowConstraint], shown_columns: Sequence[str]
 ) -> DataFrame:
-    """Return one boolean per rule (True if the row breaks it), and the printed values of a failing row."""
+    """Return a frame with one boolean column per rule, and the printed values of failing rows.
+
+    A flag is True if the row violates the rule. The printed values are null for a row that violates no rule.
+    """
     flags = [failure_flag(rows, rule) == 1 for rule in rules]
     any_fails = F.lit(False)
     for flag in flags:
@@ -273,7 +283,7 @@ def _flag_failures(
 
 
 def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
-    """Return one row in the form of `_failing_examples`, with up to `examples` repeated keys.
+    """Return a frame of one row, as `_failing_examples` does, with up to `examples` repeated keys.
 
     These keys are the smallest of each of `examples` hash buckets. So memory is bounded, the result is the
     same every time, and the grouping, which shuffles the key columns, runs once.
@@ -296,7 +306,11 @@ def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int
 
 
 def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
-    """Return rows `(part, first, flags, cells)`: one row with a failing row per rule, then the sample."""
+    """Return two frames of `(part, first, flags, cells)`, to be united with those of other constraints.
+
+    The first frame has one row, whose `first` is one failing row per rule. The second is a sample of failing
+    rows, with the flags of the rules that each violates.
+    """
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
     first = flagged.agg(
         F.lit(0).alias("part"),
@@ -322,7 +336,10 @@ def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[Dat
 def _label_examples(
     cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
 ) -> list[Example]:
-    """Return distinct rows of `cells` under their labels: the sample may repeat the smallest failing row."""
+    """Return distinct rows of `cells` as mappings from label to value, with the labels in `order`.
+
+    Rows may repeat, because the sample may contain the smallest failing row.
+    """
     records = [dict(zip(labels, values, strict=True)) for values in dict.fromkeys(map(tuple, cells))]
     return [{name: record[name] for name in order} for record in records]
 
@@ -352,7 +369,7 @@ def find_failing_partitions(
     *,
     collect: Collect = collect_rows,
 ) -> dict[str, FailingPartitions]:
-    """Return the partitions of the failing rows of each constraint, with at most one call of `collect`.
+    """Return the partitions of the failing rows of each constraint by name, with at most one `collect`.
 
     At most `MAX_LISTED` partitions are listed for each constraint. A constraint is omitted if `rows` do not
     have each partition column once, or if none of its failing rows belongs to a partition.
@@ -418,7 +435,10 @@ def _interval_s(definition: PartitionsDefinition[str]) -> int:
 def _count_by_buckets(
     rows: DataFrame, bucketed_rows: DataFrame, constraint: RowConstraint | UniqueConstraint
 ) -> DataFrame:
-    """Return rows `(buckets, rows)`: the number of failing rows in each bucket, the largest first."""
+    """Return a frame `(buckets, rows)`: the number of failing rows in each bucket, the largest first.
+
+    It has at most `MAX_GROUPS` rows.
+    """
     if isinstance(constraint, RowConstraint):
         bucket_counts = (
             bucketed_rows.where(failure_flag(rows, constraint) == 1)
@@ -457,7 +477,10 @@ def _find_partition_key(
     dimensions: Sequence[_PartitionDimension],
     definition: PartitionsDefinition[str],
 ) -> str | None:
-    """Return the partition of a bucket; None if a column is null, before the first window, or not a time."""
+    """Return the partition key of a bucket.
+
+    None if a column is null or not a time, or if the time is before the first window.
+    """
     keys: dict[str, str] = {}
     for value, dimension in zip(buckets, dimensions, strict=True):
         key = value if value is None else _find_dimension_key(value, dimension.definition)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class CheckedRows(Protocol):
-    """The rows that are checked. Only `frame` may start Spark, as far as this can be avoided."""
+    """The rows to check. Only access to `frame` may start Spark, as far as this can be avoided."""
 
     @property
     def schema(self) -> StructType:
@@ -66,7 +66,8 @@ class CheckedRows(Protocol):
     def partitions(self) -> RowPartitions | None:
         """The partitions definition of the rows, with the column of each dimension.
 
-        None if all rows belong to one partition, if the asset has no partition columns, or if it is unknown.
+        None if all rows belong to one partition, if the asset has no partition columns, or if the partitions
+        are unknown.
         """
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
@@ -74,7 +75,7 @@ class CheckedRows(Protocol):
 
 
 class FrameRows:
-    """Rows of which only a Spark frame is known."""
+    """`CheckedRows` of which only a Spark frame is known, so Spark must judge all row constraints."""
 
     def __init__(self, frame: DataFrame) -> None:
         self._frame = frame
@@ -91,16 +92,16 @@ class FrameRows:
 
     @property
     def partitions(self) -> RowPartitions | None:
-        """Always None: a frame does not know its partitions."""
+        """Always None: the partitions of the rows of a frame are unknown."""
         return None
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol has it
-        """Return None: a frame proves nothing without Spark."""
+        """Always return None: nothing can be proved about a frame without Spark."""
         return None
 
 
 def schema_outcome(schema: DataFrameSchema, actual: StructType) -> CheckOutcome:
-    """Compare a schema with the contract. The outcome's note lists all differences.
+    """Compare the actual schema with the contract. If they differ, the outcome's note lists all differences.
 
     Covers pandera's column presence, dtype, `strict`, `ordered` and `unique_column_names`.
     """
@@ -160,7 +161,8 @@ _NOTE_CHARS = 500
 def validate_with_pandera(rows: DataFrame, constraint: PanderaConstraint) -> CheckOutcome:
     """Return pandera's verdict on `constraint` alone, without counts or examples.
 
-    A check that raises an exception fails, as in pandera for most exceptions. The note has the message.
+    A check that raises an exception counts as failed, as in pandera for most exceptions. The note contains
+    the message.
     """
     # With PANDERA_VALIDATION_ENABLED=False pandera returns at once without errors, which would mean "passed".
     # So the verdict must not depend on the environment.
@@ -252,7 +254,10 @@ def judge_constraints(
 def _judge_without_reading(
     rows: CheckedRows, group: ConstraintGroup, verdicts: Verdicts
 ) -> dict[str, Countable]:
-    """Judge the constraints that need no Spark; return the others by name."""
+    """Record the verdicts on constraints that need no Spark; return the other constraints by name.
+
+    Constraints for pandera are in neither.
+    """
     remaining: dict[str, Countable] = {}
     type_problems = find_wrong_types(group.schema, rows.schema) if group.schema is not None else {}
     for constraint in group.constraints:
@@ -281,7 +286,10 @@ def _outcome_from_schema(
     schema: StructType,
     type_problems: Mapping[str, str],
 ) -> CheckOutcome | None:
-    """Return the outcome if the schema determines it, else None."""
+    """Return the outcome of a constraint if the schema determines it, else None.
+
+    It does if a column is missing, occurs twice or has a wrong type.
+    """
     names = schema.names
     missing_columns = [column for column in constraint.columns if column not in names]
     if missing_columns and constraint.optional:
@@ -319,7 +327,10 @@ def _count_in_one_job(
     view: str,
     collect: Collect,
 ) -> None:
-    """Count failures of all `countable`; load examples and partitions of those that fail."""
+    """Count the failing rows of all `countable` constraints, and record the outcomes in `verdicts`.
+
+    Loads examples and partitions of failing rows for those that fail.
+    """
     frame = rows.frame
     uses_view = any(
         isinstance(constraint, SqlConstraint) and ROWS_PLACEHOLDER in constraint.sql
@@ -365,7 +376,8 @@ def _count_by_halves(
 ) -> dict[str, FailureCount]:
     """Return the counts of all constraints that can be counted; add the errors of the others to `errors`.
 
-    A constraint that Spark refuses, or that fails on a row, is found by halving, which costs a few queries.
+    If the one query fails, each half of the constraints is counted separately, and so on, until the
+    constraints that fail are isolated. After a connection error, nothing is divided.
     """
     try:
         return count_together(constraints)
@@ -387,7 +399,7 @@ def _load_examples(
     view: str,
     collect: Collect,
 ) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
-    """Return example rows of failing constraints, and a note where they cannot be loaded.
+    """Return example rows of failing constraints by name, and by name a note if they cannot be loaded.
 
     An error here does not change the verdicts.
     """
@@ -418,7 +430,10 @@ def _load_examples(
 def _load_failing_partitions(
     rows: CheckedRows, failing: Sequence[Countable], *, view: str, collect: Collect
 ) -> dict[str, FailingPartitions]:
-    """Return the partitions of the failing rows by constraint. An error here does not change the verdicts."""
+    """Return the partitions of the failing rows by constraint name.
+
+    An error here only omits them; it does not change the verdicts.
+    """
     if rows.partitions is None:
         return {}
     partitions_by_name: dict[str, FailingPartitions] = {}

@@ -1,12 +1,13 @@
-"""Prove promises from facts on a column, or from rows that were read without Spark. False means unknown.
+"""Prove constraints from facts on a column, or from rows that were read without Spark.
+
+Each function returns True only if the constraint is proved; False means that only Spark can decide.
 
 A promise has Spark's meaning: null keeps every promise except `NotNull`, NaN is greater than any number, and
 both sides of a comparison are cast to a common type. A bound proves nothing if this cast could round or could
 depend on the session: a text against a date, a naive timestamp, a float against a decimal.
 
 Rows that were read in this process are compared by the same rules, without Spark and without a query plan.
-The result is the same as Spark's, or unknown. Patterns, users' own rules and keys with floating point numbers
-are always left to Spark.
+Patterns, users' own rules and keys with floating point numbers are always left to Spark.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _DECIMAL_DIGITS = 20
 
 
 def can_prove(facts: ColumnFacts, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Return whether every row of a file with these facts on a column of type `kind` keeps the promise.
+    """Return whether facts on a column prove that every value of it in the file keeps the promise.
 
-    False means unknown.
+    `kind` is the type of the column. False means unknown: some value may break the promise.
     """
     if isinstance(promise, NotNull):
         return facts.no_null
@@ -108,7 +109,10 @@ def _can_prove_one_of(facts: ColumnFacts, promise: Among, kind: ice.IcebergType)
 
 
 def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
-    """Texts with the same prefix are contiguous in sorted order, so both bounds prove it for all values."""
+    """Return whether both bounds start with the prefix.
+
+    Texts with the same prefix are contiguous in sorted order, so all values between the bounds have it, too.
+    """
     if facts.all_null:
         return True
     ends = (facts.low, facts.high)
@@ -116,7 +120,7 @@ def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
 
 
 def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> bool:
-    """Prove a length or suffix, which is only possible if all values are equal."""
+    """Return whether a length or suffix is proved, which is only possible if all values are equal."""
     if facts.all_null:
         return True
     if facts.low is None or facts.low != facts.high:
@@ -128,11 +132,17 @@ def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> 
 
 
 Limit = tuple[Any, Callable[[Any], Any]]
-"""A value of a contract, and a function that converts facts to the same type and keeps their order."""
+"""A converted value of a contract, and a function that converts a bound of the column to the same type.
+
+The conversion keeps the order of the bounds.
+"""
 
 
 def _find_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
-    """Return `value` for comparisons with facts on a column of type `kind`; None if only Spark compares."""
+    """Return `value` as a `Limit` for comparisons with bounds of a column of type `kind`.
+
+    None if the comparison must be left to Spark, because the cast could round or depend on the session.
+    """
     build_limit = _LIMIT_BUILDERS.get(type(kind))
     return None if build_limit is None else build_limit(value, kind)
 
@@ -200,7 +210,7 @@ _LIMIT_BUILDERS: dict[type[ice.IcebergType], Callable[[Any, Any], Limit | None]]
 
 
 MAX_VALUES = 1_000
-"""The largest number of distinct values that are compared with a list here. Beyond it, Spark compares."""
+"""The largest number of distinct values that are compared one by one. Above it, Spark compares them."""
 
 _AS_NUMBERS: dict[type[ice.IcebergType], pa.DataType] = {
     ice.DateType: pa.int32(),
@@ -221,7 +231,7 @@ omitted because of 0.0, -0.0 and NaN."""
 
 
 def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Return whether all values of a column keep the promise; False also if only Spark can decide."""
+    """Return whether all values of a column keep the promise. False also if only Spark can decide."""
     if isinstance(promise, EndsWith | Length):
         return isinstance(kind, ice.StringType) and _texts_keep_promise(values, promise)
     is_value_by_value = isinstance(promise, Among | NotAmong) or (
@@ -239,7 +249,10 @@ def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.Ice
 
 
 def has_unique_keys(rows: pa.Table, columns: Sequence[str], kinds: Sequence[ice.IcebergType]) -> bool:
-    """Return whether no two rows agree on `columns`; nulls are equal. False also if only Spark can decide."""
+    """Return whether no two rows have the same values in `columns`. Null equals null.
+
+    False also if only Spark can decide, because a column has a floating point or nested type.
+    """
     if not all(isinstance(kind, _KEY_TYPES) for kind in kinds):
         return False
     return bool(rows.group_by(list(columns)).aggregate([]).num_rows == rows.num_rows)

@@ -40,7 +40,7 @@ def replaced_check(
     partitions_def: dg.PartitionsDefinition[str] | None = None,
     lakehouse_key: str = "lakehouse",
 ) -> dg.AssetChecksDefinition:
-    """An asset check that compares a run's rows with those of `main` that they replace.
+    """Build an asset check that compares a run's rows with those of `main` that they replace.
 
     The check compares the number of rows and the sums of columns in the run's partitions: on the run's branch
     and on `main` at the start of the run. If `main` has none of these rows, the check passes. Needs no Spark.

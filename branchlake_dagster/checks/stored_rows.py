@@ -1,4 +1,4 @@
-"""Rows of a table in the lake. Manifests, footers and small reads prove constraints; Spark does the rest.
+"""Rows of a table in the lake. Manifests, footers and small reads prove constraints; Spark judges the rest.
 
 A manifest entry may have bounds of a column that do not cover all row groups of the file. If the entry does
 not show whether they do, the file's footer is read: for files with several row groups that PyIceberg wrote
@@ -146,7 +146,7 @@ def _to_spark_type(iceberg_type: ice.IcebergType) -> pst.DataType | None:
 
 
 MAX_FILES = 10_000
-"""The largest number of data files whose metadata is read here. With more files Spark counts faster."""
+"""The largest number of data files whose metadata is read here. With more files, Spark counts faster."""
 
 SMALL_ROWS = 100_000
 SMALL_BYTES = 64 * 1024**2
@@ -155,8 +155,10 @@ SMALL_FILES = 100
 
 COLUMN_ROWS = 2_000_000
 COLUMN_BYTES = 32 * 1024**2
-"""Up to these sizes, larger tables are read here as well, but only the columns of one promise. A column with
-few distinct values has a few kB; reading it takes as long as Spark needs to plan its query."""
+"""Limits up to which the columns of one constraint of a larger table are read here as well.
+
+A column with few distinct values has a few kB; reading it takes as long as Spark needs to plan its query.
+"""
 
 
 class TableRows:
@@ -189,7 +191,8 @@ class TableRows:
         return self._stored.partitions
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
-        """Return a passed outcome if metadata or a small read proves `constraint`; else None.
+        """Return a passed outcome if metadata or a small read proves `constraint`; None if Spark has to
+        decide.
 
         The columns of the constraint must exist, with the contract's types if it needs them.
         """
@@ -225,7 +228,7 @@ class TableRows:
         )
 
     def _load_rows_for(self, constraint: RowConstraint | UniqueConstraint) -> pa.Table | None:
-        """Return the columns of a constraint; None if they are too large or cannot be read here."""
+        """Return rows with the columns of a constraint; None if they are too large or cannot be read here."""
         if self._is_small:
             return self._rows
         columns = tuple(sorted(constraint.columns))
@@ -307,7 +310,7 @@ class TableRows:
         return self._facts_by_field[field.field_id]
 
     def _is_within_selection(self, index: int) -> bool:
-        """Return whether all rows of a file belong to the selection."""
+        """Return whether the facts of the file with this index prove that all its rows are in the selection."""
         selection = self._stored.selection
         return selection is None or any(
             all(self._file_keeps_condition(index, condition) for condition in conditions)

@@ -261,7 +261,10 @@ class OwnFilesCache:
         return files_by_snapshot
 
     def load_live_files(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
-        """Return all data and delete files of a snapshot. Raises FileNotFoundError if a manifest is missing."""
+        """Return all data and delete files of a snapshot.
+
+        Raises FileNotFoundError if a manifest is missing.
+        """
         manifests = list(read_manifests(io, snapshot))
         with ThreadPoolExecutor(min(_MAX_READERS, len(manifests)) or 1) as pool:
             return [

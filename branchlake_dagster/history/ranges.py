@@ -75,7 +75,7 @@ class Ranges:
 
     @property
     def span(self) -> Range | None:
-        """The range from the lowest to the highest value; None if `parts` is empty or any value is possible."""
+        """The range from the lowest to the highest value; None without `parts`, or if any value is possible."""
         return None if self.anything or not self.parts else Range(self.parts[0].low, self.parts[-1].high)
 
     def __or__(self, other: Ranges) -> Ranges:
@@ -160,8 +160,9 @@ def _to_timestamp(value: date | datetime, *, last: bool = False) -> datetime:
 
 
 def merge_ranges(parts: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the same values in as few ranges as possible, sorted. Overlapping and adjacent ranges are
-    joined.
+    """Return the same values in as few ranges as possible, sorted.
+
+    Ranges that overlap or touch are joined.
     """
     result: list[Range] = []
     for part in sorted(parts):
@@ -242,8 +243,9 @@ class ColumnRanges:
         return Ranges((part,), nulls=not file_facts.no_null)
 
     def _ranges_from_partition(self, file: DataFile, spec: PartitionSpec) -> Ranges:
-        """Return the values that the file's partition allows; any value without a time partition of the
-        field.
+        """Return the values that the file's partition allows.
+
+        Any value is allowed if the table is not partitioned by year, month, day or hour of the field.
         """
         ranges = Ranges(anything=True, nulls=True)
         for index, part in enumerate(spec.fields):

@@ -34,7 +34,7 @@ INSERT, DELETE = "INSERT", "DELETE"
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """The added and the removed rows of a change. A row that occurs several times is in them several times."""
+    """The added and the removed rows of a change. Rows that occur several times are in them several times."""
 
     added: pa.Table
     removed: pa.Table

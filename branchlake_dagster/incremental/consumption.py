@@ -349,7 +349,7 @@ class Consumption:
             yield group, self.change_since(upstream, group.start_positions[upstream.name])
 
     def change_since(self, upstream: UpstreamTable, since: Position | None) -> ChangeSet:
-        """Return the change of an input since a position; None as position means all rows. Raises ChangeLost."""
+        """Return the change of an input since a position; None means all rows. Raises ChangeLost."""
         cache_key = upstream.name, since
         if cache_key not in self._changes:
             self._changes[cache_key] = capture_change(
