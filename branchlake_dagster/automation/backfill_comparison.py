@@ -34,7 +34,10 @@ _NO_SUMS: Mapping[str, Number | None] = {}
 
 @dataclass(frozen=True)
 class Measures:
-    """The number of rows and the sum of each numeric column; None is the sum of a column without values."""
+    """The number of rows, and the sum of each numeric column by name.
+
+    The sum is None for a column without values.
+    """
 
     rows: int = 0
     sums: Mapping[str, Number | None] = field(default_factory=dict)
@@ -67,14 +70,14 @@ class Comparison:
 
     @property
     def sums(self) -> dict[str, tuple[Number | None, Number | None]]:
-        """The sum of each numeric column before and now."""
+        """The sums of each numeric column, as (before, now)."""
         names = dict.fromkeys((*self.before.sums, *self.after.sums))
         return {name: (self.before.sums.get(name), self.after.sums.get(name)) for name in names}
 
 
 @dataclass(frozen=True)
 class StageComparison:
-    """The comparison of a stage by partition. The partition None means an asset without partitions."""
+    """The comparisons of a stage's partitions. The key None means an asset without partitions."""
 
     number: int
     asset: AssetKey
@@ -84,12 +87,12 @@ class StageComparison:
 
     @property
     def total(self) -> Comparison:
-        """The sum over all partitions. A key that moved to another partition counts in both."""
+        """The comparison of all partitions together. A key that moved to another partition counts in both."""
         return sum_comparisons(self.partitions.values())
 
 
 def sum_comparisons(parts: Iterable[Comparison]) -> Comparison:
-    """Add up comparisons of different rows."""
+    """Return one comparison that adds up comparisons of different rows."""
     return reduce(_add_comparisons, parts, Comparison())
 
 
@@ -109,7 +112,7 @@ def _add_measures(left: Measures, right: Measures) -> Measures:
 def add_sums(
     left: Mapping[str, Number | None], right: Mapping[str, Number | None] = _NO_SUMS
 ) -> dict[str, Number | None]:
-    """Add sums column by column; None is the sum of a column without values."""
+    """Return the sums of two sets of rows, column by column; None is the sum of a column without values."""
     sums = dict(left)
     for name, value in right.items():
         previous = sums.get(name)
@@ -126,7 +129,7 @@ def _add_numbers(left: Number, right: Number) -> Number:
 
 
 def column_sums(frame: pl.DataFrame) -> dict[str, Number | None]:
-    """Return the sum of each numeric column, without NaN; None for a column without values."""
+    """Return the sum of each numeric column; NaN is skipped. None for a column without values."""
     columns = frame.select(cs.numeric())
     # The sums use 128 bits, because a sum of 64 bits overflows silently in Polars.
     numbers = columns.select(cs.float().fill_nan(None), cs.integer().cast(pl.Int128), cs.decimal())
@@ -137,13 +140,19 @@ def column_sums(frame: pl.DataFrame) -> dict[str, Number | None]:
 
 
 def fingerprint_rows(frame: pl.DataFrame, columns: Sequence[str], keys: Sequence[str]) -> pl.DataFrame:
-    """Return a 64-bit hash of each row and, if `keys` are given, of its key. No other data is kept."""
+    """Return a frame with a 64-bit hash of each row in `ROW` and, with `keys`, of its key in `KEY`.
+
+    `columns` are the columns that the hash of a row covers.
+    """
     rows = [frame.select(columns).hash_rows().alias(ROW)]
     return pl.DataFrame([frame.select(keys).hash_rows().alias(KEY), *rows] if keys else rows)
 
 
 def count_changes(before: pl.DataFrame, after: pl.DataFrame) -> tuple[int, int]:
-    """Return the counts of changed and of compared rows or keys, as `Comparison` defines them."""
+    """Return the counts of changed and of compared rows or keys, as `Comparison` defines them.
+
+    Both frames are results of `fingerprint_rows`.
+    """
     columns = before.columns
     sides = [
         frame.group_by(columns).agg(pl.len().cast(pl.Int64).alias(side))
@@ -185,9 +194,10 @@ def find_base_hash(lake: Lakehouse, backfill: BackfillState) -> str | None:
 def compare_stage(graph: AssetGraph, lake: Lakehouse, stage: Stage, base_hash: str | None) -> StageComparison:
     """Compare the rows of the stage's partitions on `main` now with those at commit `base_hash` of `main`.
 
-    Reads the partitions one after the other, both states in batches, and keeps at most 16 bytes for each
-    row. A partition whose data files and schema are unchanged is read once. Raises EarlierStateLost if the
-    commit or the files of the earlier state no longer exist.
+    If `base_hash` is None, the table had no rows before. Reads the partitions one after the other, both
+    states in batches, and keeps at most 16 bytes for each row. A partition whose data files and schema are
+    unchanged is read once. Raises EarlierStateLost if the commit or the files of the earlier state no longer
+    exist.
     """
     spec = asset_table_spec(graph, stage.asset, lake.settings.default_namespace)
     table_name = spec.name
@@ -247,7 +257,10 @@ class _PartitionRows:
 
 
 class _TablePair:
-    """The state of a stage's table before the backfill and its state now; None where no table exists."""
+    """Compares the table of a stage before the backfill (`old_table`) with the table now (`new_table`).
+
+    None means that the table did not exist.
+    """
 
     def __init__(
         self,

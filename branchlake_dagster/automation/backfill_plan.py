@@ -36,7 +36,7 @@ from branchlake_dagster.tables.specification import TableSpec, parse_table_spec,
 from branchlake_dagster.wording import format_count
 
 _ELLIPSIS = "…"
-"""Stands for the omitted part of a long list of partitions."""
+"""A name in a recorded list of partitions that starts with this sign means that the list was shortened."""
 
 
 def find_stale_partitions(
@@ -44,9 +44,9 @@ def find_stale_partitions(
 ) -> tuple[str, ...] | None:
     """Return the partitions whose newest snapshot on `main` has another code version than the asset.
 
-    Returns None for a stale asset without partitions, and an empty tuple if nothing is stale. Partitions
-    without a recorded code version are not stale: their snapshots expired, or another writer wrote them.
-    Raises ConfigurationError for an asset without a code version.
+    None means that an asset without partitions is stale; an empty tuple means that nothing is stale.
+    Partitions without a recorded code version are not stale: their snapshots expired, or another writer wrote
+    them. Raises ConfigurationError for an asset without a code version.
     """
     node = graph.get(key)
     code_version = node.code_version
@@ -69,7 +69,7 @@ def find_stale_partitions(
 
 
 def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
-    """Yield the partitions and the code version of each write of the asset, newest first."""
+    """Yield (partitions, code version) of each snapshot that the asset wrote, newest first."""
     snapshots, _ = ancestors_after(table.metadata)
     for snapshot in reversed(snapshots):
         code_version = summary_value(snapshot, LakeProperty.CODE_VERSION)
@@ -79,7 +79,10 @@ def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]
 
 
 def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> str | None:
-    """Return the code version of the newest write whose list names the partition or is truncated."""
+    """Return the code version of the newest write that names the partition, or whose list was shortened.
+
+    None if no write does.
+    """
     for names, version in writes:
         if partition in names or any(name.startswith(_ELLIPSIS) for name in names):
             return version
@@ -90,9 +93,10 @@ def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> s
 class Stage:
     """An asset of a backfill, with its position in the order of stages and the reason why it is computed.
 
-    `partitions` is None for an asset without partitions, and for an asset that takes whole inputs. `rows`,
+    `partitions` is None for an asset without partitions, and for an asset that reads whole inputs. `rows`,
     `files` and `bytes` are the sizes of these partitions on `main` now. If `launches_itself` is True, the
-    incremental sensor launches the stage after the stage before it is published. Otherwise a person has to.
+    incremental sensor launches the stage after the stage before it is published. Otherwise a person has to
+    launch it.
     """
 
     number: int
@@ -116,10 +120,10 @@ def plan_stages(
 ) -> list[Stage]:
     """Return the stages of a backfill of `root`: the root itself, then the assets that depend on it.
 
-    `partitions` are partitions of the root; None means all of them, or that the root has no partitions. A
-    consumer is computed in each partition that rows of the recomputed input partitions may belong to. An
-    asset that takes whole inputs becomes a stage that does not launch itself. Raises ConfigurationError if
-    the root is unknown or does not have these partitions.
+    `partitions` are partitions of the root; None means all of them, or that the root has no partitions.
+    `reason` is recorded in the first stage. A consumer is computed in each partition that rows of the
+    recomputed input partitions may belong to. An asset that reads whole inputs becomes a stage that does not
+    launch itself. Raises ConfigurationError if the root is unknown or does not have these partitions.
     """
     return list(_StagePlanner(graph, lake, instance).iter_stages(root, partitions, reason))
 
@@ -195,7 +199,9 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in requested_keys)
 
     def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Return the root's partitions after the requested ones, if each is computed from the one before."""
+        """Return the root's partitions after the requested ones, if its partitions are computed in order;
+        else ().
+        """
         consumer = self._consumers.get(root)
         if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:
             return ()
@@ -255,7 +261,11 @@ class _StagePlanner:
     def _column_ranges(
         self, column: str, table: Table, files: Sequence[ChangedFile], selection: Selection | None
     ) -> Ranges:
-        """Return the ranges of a column in the recomputed rows, from the partitions or from file bounds."""
+        """Return ranges that contain the column's values in the recomputed rows.
+
+        They come from the selected partitions or, if these do not restrict the column, from the bounds of
+        files.
+        """
         selected_ranges = _find_selected_ranges(selection, column)
         bounds = ColumnRanges(table.metadata, column, table=".".join(table.name()))
         return selected_ranges or union_ranges(bounds.ranges_of(file) for file in files)
@@ -333,7 +343,10 @@ def partition_selection(
 
 
 def _find_selected_ranges(selection: Selection | None, column: str) -> Ranges | None:
-    """Return the values of a column that a selection allows; None if it does not restrict the column."""
+    """Return the values of a column that a selection allows; None if it does not restrict the column.
+
+    Bounds of time windows are included, so that the ranges have the last value before each end.
+    """
     if selection is None:
         return None
     ranges: list[Range] = []
@@ -360,7 +373,7 @@ def _format_keys(keys: Sequence[AssetKey]) -> str:
 
 
 def format_stage_size(stage: Stage) -> str:
-    """Return the number of rows and files of a stage for people."""
+    """Return the size of a stage for people, such as `1,200 rows in 3 files`, or `nothing yet`."""
     return (
         f"{format_count(stage.rows, 'row')} in {format_count(stage.files, 'file')}"
         if stage.files

@@ -45,11 +45,11 @@ Partition = str | None
 class StageProgress:
     """The progress of a stage in partitions. For an asset without partitions each count is 0 or 1.
 
-    `left_count` partitions have something to consume and no run. `failed_count` partitions had a run for what
-    they have to consume, and it was not published; `failed_partitions` lists them. For `lost_count`
-    partitions the remaining work is unknown, because their change is no longer known. `held_partitions` are
-    those remaining partitions whose change waits for approval under `approval_ids`. `message` describes the
-    progress for people.
+    `left_count` partitions have something to consume and no run that computes or has failed to compute it.
+    `failed_count` partitions had a run for their present change, and it was not published;
+    `failed_partitions` lists them. For `lost_count` partitions the remaining work is unknown, because their
+    change is no longer known. `held_partitions` are those remaining partitions whose change waits for
+    approval under `approval_ids`. `message` describes the progress for people.
     """
 
     stage: Stage
@@ -74,7 +74,7 @@ def load_stage_progress(
     *,
     retries: Mapping[AssetKey, int] | None = None,
 ) -> list[StageProgress]:
-    """Return the progress of each stage of a launched backfill. Its retries count, too.
+    """Return the progress of each stage of a launched backfill. Runs of its retries count, too.
 
     `retries` maps an asset to the number of times its sensor retries a failed run; the default is 0. Raises
     ConfigurationError for an id that Dagster does not know.
@@ -156,12 +156,12 @@ def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
 
 
 def requested_partitions(states: Iterable[BackfillState]) -> set[Partition]:
-    """Return the partitions that backfills of one asset still have to compute."""
+    """Return the partitions that Dagster backfills of one asset are still computing."""
     return {partition for partition, state in partition_states(states).items() if state == "running"}
 
 
 def _root_progress(stage: Stage, states: Sequence[BackfillState]) -> StageProgress:
-    """Return the progress of the first stage as Dagster's backfills count it.
+    """Return the progress of the first stage, as Dagster's backfills `states` count it, oldest first.
 
     A partition is done if it was materialized and the materialization was not revoked.
     """
@@ -199,11 +199,12 @@ def load_consumer_progress(
     newest_retries: Mapping[Partition, Attempt] | None = None,
     retries: int = 0,
 ) -> StageProgress:
-    """Return the progress of a stage that launches itself.
+    """Return the progress of a stage that consumes changes.
 
-    A partition is done if it has nothing left to consume and all earlier stages are done. `must_wait` is True
-    if an earlier stage is not done yet. `requested_keys` are partitions that were launched again and may not
-    have a run yet; `newest_retries` has the newest run of each that has one. `retries` is the number of times
+    For a stage that does not launch itself, all counts but `planned_count` are 0. A partition is done if it
+    has nothing left to consume and all earlier stages are done. `must_wait` is True if an earlier stage is
+    not done yet. `requested_keys` are partitions that were launched again and may not have a run yet;
+    `newest_retries` has the newest retry run of each partition that has one. `retries` is the number of times
     that the sensor retries a failed run.
     """
     planned_count = len(stage.partitions) if stage.partitions is not None else 1
@@ -273,7 +274,7 @@ def _sort_partitions(partitions: Iterable[Partition]) -> tuple[Partition, ...]:
 def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition]:
     """Return the partitions of the stage that have something left to consume.
 
-    The set contains None if an asset without partitions has something left. Raises ChangeLost,
+    For an asset without partitions, the result is {None} or the empty set. Raises ChangeLost,
     PositionUnreadable, InputColumnGone or TableMissing.
     """
     if stage.partitions is not None:
@@ -303,9 +304,10 @@ def _find_failed_attempts(
     retries: int,
     newest_retries: Mapping[Partition, Attempt],
 ) -> dict[Partition, Attempt]:
-    """Return the newest attempt of each partition whose newest attempt ended without a publication.
+    """Map each partition whose newest attempt ended without a publication to this attempt.
 
     `launch_keys` maps a partition to the run key for its present state. Partitions of one run share a key.
+    `newest_retries` has attempts of retried backfills, which have no such key.
     """
     failed_attempts: dict[Partition, Attempt] = {}
     for partition, history in zip(
@@ -323,7 +325,7 @@ def _find_failed_attempts(
 
 
 def _format_reasons(attempts: Iterable[Attempt]) -> str:
-    """Return the first failed runs with their reasons, and what to do."""
+    """Return a clause for people: up to `_SHOWN_RUNS` failed runs with their reasons, and the next command."""
     # One run may have computed several partitions.
     distinct_attempts = [*{attempt.run_id: attempt for attempt in attempts}.values()]
     lines = [

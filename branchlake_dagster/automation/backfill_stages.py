@@ -1,7 +1,7 @@
 """Launch the first stage of a backfill, approve results between stages, and launch failed partitions again.
 
-Dagster's daemon launches the first stage; the later stages launch themselves. A stage whose change is no
-longer known is rebuilt.
+Dagster's daemon runs the first stage; the incremental sensor launches the later stages. A stage whose change
+is no longer known is rebuilt.
 
 This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
@@ -39,9 +39,10 @@ def launch_backfill(
 ) -> str:
     """Request a Dagster backfill of `root` and return its id.
 
-    Its runs compute their partitions again from all rows, whatever was consumed for them before. `base_hash`
-    is the hash of `main` now. With `approval`, each stage waits until the results of the stage before it are
-    approved. `requested_at` is a POSIX time in seconds.
+    `partitions` is None for an asset without partitions. The runs compute their partitions again from all
+    rows, whatever was consumed for them before. `reason` is text for people. `base_hash` is the present hash
+    of `main`. With `approval`, each stage waits until the results of the stage before it are approved.
+    `requested_at` is a POSIX time in seconds.
     """
     return add_asset_backfill(
         graph,
@@ -70,8 +71,8 @@ def launch_again(
     """Request a new Dagster backfill for partitions of a stage of backfill `backfill_id`; return its own id.
 
     Its runs consume the remaining changes. With `rebuild`, they compute their partitions again from all rows.
-    With `approval`, the later stages wait until their results are approved. `requested_at` is the time
-    of this request, in POSIX seconds.
+    With `approval`, the later stages wait until the results are approved. `requested_at` is the time of this
+    request, in POSIX seconds.
     """
     reason = f"Retry of backfill {backfill_id}"
     return add_asset_backfill(
@@ -105,9 +106,10 @@ class StageRetry:
 
 @dataclass(frozen=True)
 class LostStage:
-    """A stage whose change is no longer known, with the reason. Only a rebuild can compute it again.
+    """A stage whose change is no longer known, and the reason. Only a rebuild can compute it again.
 
-    `partitions` are the partitions that a rebuild has to compute; empty if a rebuild does not help.
+    `number` is its position in the order of stages. `partitions` are the partitions that a rebuild has to
+    compute; empty if a rebuild does not help.
     """
 
     number: int
@@ -118,7 +120,7 @@ class LostStage:
 
 @dataclass(frozen=True)
 class RetryPlan:
-    """The partitions to launch again, stage by stage, and the stages that stay lost."""
+    """The stages with partitions to launch again, and the lost stages that will not be rebuilt."""
 
     launches: tuple[StageRetry, ...] = ()
     lost_stages: tuple[LostStage, ...] = ()
@@ -162,8 +164,8 @@ def find_lost_partitions(
 ) -> dict[AssetKey, list[Partition]]:
     """Return the partitions that a rebuild has to compute, for each asset whose change is no longer known.
 
-    `requested_by_asset` has the partitions that were launched again and are not computed yet. An asset is
-    omitted if no other partition has to be computed. Its list is empty if a rebuild does not help.
+    `requested_by_asset` has the partitions that were launched again and are not computed yet; they are left
+    out. An asset is omitted if only these remain. Its list is empty if a rebuild does not help.
     """
     lost_by_asset: dict[AssetKey, list[Partition]] = {}
     for progress in stage_progress:
@@ -187,7 +189,7 @@ def find_lost_partitions(
 def launch_retry(
     graph: AssetGraph, instance: DagsterInstance, backfill_id: str, plan: RetryPlan, requested_at: float
 ) -> tuple[StageRetry, ...]:
-    """Request a Dagster backfill for each stage of the plan; return the stages with their backfill ids."""
+    """Request a Dagster backfill for each launch in the plan; return the launches with their backfill ids."""
     original = load_backfill(instance, backfill_id, graph)
     approval = original is not None and RunTag.APPROVAL in original.tags
     launched_stages: list[StageRetry] = []
@@ -226,7 +228,7 @@ class Approval:
     unpublished_runs: tuple[dg.DagsterRun, ...]
 
     def format_summary(self) -> str:
-        """Return a summary for people: each asset with its partitions."""
+        """Return a summary for people: approved and unpublished runs by asset, with their partitions."""
         summary = "Nothing on main waits for this approval."
         if self.approved_runs:
             summary = (
@@ -244,7 +246,10 @@ class Approval:
 def plan_approval(
     runs: Iterable[dg.DagsterRun], approval_id: str, assets: Sequence[dg.AssetKey] = ()
 ) -> Approval:
-    """Select the runs that are approved under `approval_id`; with `assets`, only runs of these assets."""
+    """Return which of `runs` an approval under `approval_id` covers; with `assets`, only of these assets.
+
+    Failed and blocked runs are in neither list, because they have no result to approve.
+    """
     requested_runs = [
         run
         for run in runs
@@ -266,8 +271,9 @@ def approve_results(
 ) -> Approval:
     """Approve the published results of a backfill, or of one run outside of backfills.
 
-    Safe to repeat. A result that is published later needs another approval, because nobody has seen it yet.
-    Raises ConfigurationError for an id that Dagster does not know.
+    Returns the approved runs, and the runs that may still be published. Safe to repeat. A result that is
+    published later needs another approval, because nobody has seen it yet. Raises ConfigurationError for an
+    id that Dagster does not know.
     """
     if instance.get_backfill(approval_id) is None and instance.get_run_by_id(approval_id) is None:
         raise ConfigurationError(
@@ -301,7 +307,7 @@ class ApproveBackfill(dg.Config):
 
 
 def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
-    """A job that approves the published results of a backfill, to launch on Dagster's page.
+    """Return a job that approves the published results of a backfill, to launch on Dagster's page.
 
     The job does the same as the command `branchlake backfill approve`. Its runs show who approved which
     results. It needs neither the lake nor Spark.

@@ -1,4 +1,4 @@
-"""The assets of a code location that consume changes, and which published changes they have not consumed yet.
+"""The assets of a code location that consume changes, and the published changes that they have not consumed.
 
 The automation condition `unconsumed_change()` is a class of this package, like the conditions on
 publications. So only a sensor that evaluates in the code server can use it:
@@ -52,8 +52,8 @@ def iter_consumers(
 ) -> Iterator[ConsumingAsset]:
     """Yield the assets that consume changes, in the order of their keys.
 
-    `selected_keys` restricts them; None means all assets. Raises ConfigurationError for an asset whose
-    declaration is contradictory.
+    `selected_keys` restricts them; None means all assets. Raises ConfigurationError if the arguments of an
+    asset's `consumes` contradict each other or its table.
     """
     asset_keys = graph.materializable_asset_keys if selected_keys is None else set(selected_keys)
     for key in sorted(asset_keys & graph.materializable_asset_keys):
@@ -79,10 +79,11 @@ def order_by_inputs(assets: Sequence[ConsumingAsset]) -> list[ConsumingAsset]:
 
 
 def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[AssetKey, ...]]:
-    """Return the assets that one run can compute together with each asset, in the order of their inputs.
+    """Map each asset to the assets that the same run can also compute, each after its inputs.
 
-    These are the assets that consume its changes, directly or through each other, and have its partitions. An
-    asset whose partitions follow from each other is not among them: it waits for its earlier partitions.
+    These are the assets that consume its changes, directly or through each other, and have the same
+    partitions and backfill policy. An asset whose partitions are computed in order is not included: it waits
+    for its earlier partitions.
     """
     ordered = order_by_inputs(assets)
     downstream: dict[AssetKey, tuple[AssetKey, ...]] = {}
@@ -99,7 +100,10 @@ def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[As
 
 
 def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[AssetKey, set[AssetKey]]:
-    """Return the assets of the chain of each asset: those that `find_downstream` links, in any direction."""
+    """Map each asset to the set of all assets in its chain, itself included.
+
+    Two assets are in one chain if `find_downstream` links them, in any direction or through others.
+    """
     chains: dict[AssetKey, set[AssetKey]] = {}
     for key, followers in downstream.items():
         joined = {key, *followers}
@@ -111,7 +115,7 @@ def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[Asset
 
 
 class ConsumerBacklog:
-    """The unconsumed changes of one consumer on `main`. Results are computed once and kept.
+    """The unconsumed changes of one consumer on `main`. Each result is computed once and then stored.
 
     `per_run` is the number of partitions that one run can compute; None means any number.
     """
@@ -130,7 +134,10 @@ class ConsumerBacklog:
 
     @cached_property
     def unconsumed(self) -> Unconsumed:
-        """The unconsumed change of the whole consumer, or the reason why it is unknown."""
+        """The unconsumed change of the whole consumer.
+
+        If the change is unknown, `trouble` or `missing_input` has the reason; no error is raised.
+        """
         try:
             return self.require_unconsumed()
         except TableMissing as error:
@@ -156,19 +163,25 @@ class ConsumerBacklog:
 
     @cached_property
     def pending_partitions(self) -> tuple[str, ...]:
-        """The partitions with unconsumed change. Raises ChangeLost, PositionUnreadable or TableMissing."""
+        """The partitions with an unconsumed change, sorted.
+
+        Raises ChangeLost, PositionUnreadable or TableMissing.
+        """
         return tuple(sorted(self._consumption.pending_partitions()))
 
     @cached_property
     def batches(self) -> list[PartitionBatch]:
         """The pending partitions as batches for runs that can be launched at the same time.
 
-        Each batch names the partitions that wait until its run is published.
+        Each batch also has the partitions that wait until its run is published.
         """
         return self._consumption.plan_batches(self.pending_partitions, self._per_run)
 
     def batch_of(self, partition: str) -> PartitionBatch:
-        """Return the batch that a pending partition belongs to or waits for."""
+        """Return the batch that contains a pending partition, or in which the partition waits.
+
+        Raises KeyError for a partition that is not pending.
+        """
         return self._batch_by_partition[partition]
 
     @cached_property
@@ -177,12 +190,12 @@ class ConsumerBacklog:
 
     @property
     def by_partition(self) -> bool:
-        """Whether each partition of the consumer has a position of its own."""
+        """Whether each partition of the consumer has its own position."""
         return self._consumer.tracks_partitions
 
     @property
     def common_position(self) -> ConsumptionRecord | None:
-        """The common position of all partitions; None before the first run.
+        """The record of the common position of all partitions; None if no run has recorded it.
 
         Raises ChangeLost or PositionUnreadable.
         """
@@ -193,16 +206,18 @@ class ConsumerBacklog:
     ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
         """Return the position and the unconsumed change of each of these partitions. Raises ChangeLost.
 
-        If a partition has consumed nothing yet, everything is left and nothing is counted.
+        If a partition has consumed nothing yet, its position is None, and its change is `whole` without
+        counts.
         """
         return self._consumption.changes_by_partition(partitions) if partitions else {}
 
     def held_partitions(
         self, partitions: Sequence[str | None], approvals: Approvals
     ) -> dict[str | None, tuple[str, ...]]:
-        """Return the partitions whose change waits for approval, with the ids under which to approve it.
+        """Map each partition whose change waits for approval to the ids under which to approve it.
 
-        The partition None means the whole asset. Raises ChangeLost, PositionUnreadable or TableMissing.
+        The partition None means the whole asset. Partitions that do not wait are left out. Raises ChangeLost,
+        PositionUnreadable or TableMissing.
         """
         if not approvals.has_any:
             return {}
@@ -214,7 +229,10 @@ class ConsumerBacklog:
         return {partition: approvals.approval_names(runs) for partition, runs in run_ids.items()}
 
     def state_key(self, partition: str | None = None) -> str:
-        """Return a key of the present state of the inputs and positions. One run is launched for each key."""
+        """Return a hash of the present positions of the inputs and of the consumer.
+
+        It changes with each publication of an input or of the partition. One run is launched for each key.
+        """
         parts = [partition or "", self._consumer.asset]
         for consumer_input in self._inputs():
             parts += [consumer_input.name, position_to_json(consumer_input.up_to)]
@@ -226,7 +244,10 @@ class ConsumerBacklog:
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
     def launch_key(self, partition: str | None) -> str:
-        """Return the key of the run that computes a pending partition: that of the run's first partition."""
+        """Return the run key for a pending partition: the state key of the first partition of its run.
+
+        For a partition that waits for an earlier run, it is the partition's own state key.
+        """
         if partition is None:
             return self.state_key()
         batch_partitions = self.batch_of(partition).partitions
@@ -293,7 +314,7 @@ def _count_changes(changes: list[ChangeSet]) -> Unconsumed:
 
 
 def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
-    """A condition that is true for partitions with published change that the asset has not consumed.
+    """Return a condition that is true for partitions with published change that the asset has not consumed.
 
     With `from_start=True` it is true for the first of these partitions only, as many as the backfill policy
     of the asset allows in one run. The others follow after these are published. Partitions whose change
@@ -350,7 +371,10 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         return False
 
     def evaluate(self, context: AutomationContext[AssetKey]) -> AutomationResult[AssetKey]:
-        """Return the partitions with a backlog that does not wait for approval. Raises ConfigurationError."""
+        """Return the partitions with an unconsumed change that does not wait for approval.
+
+        Raises ConfigurationError if the asset does not declare what it consumes.
+        """
         consumer = self._consumer(context)
         instance = context.asset_graph_view.instance
         per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)

@@ -76,7 +76,7 @@ def incremental_sensor(
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
     lakehouse_key: str = "lakehouse",
 ) -> SensorDefinition:
-    """A sensor that launches assets with `consumes(…)` when `main` has changes they have not consumed.
+    """Return a sensor that launches assets with `consumes(…)` when `main` has changes to consume.
 
     An asset without partitions gets one run. A partitioned asset gets one run for each partition that the
     change affects. With `from_start=True`, a partition is launched after the partition before it is
@@ -104,9 +104,9 @@ def incremental_sensor(
             (default: 5)
         with_downstream (bool): Whether the run of an asset also computes the assets of `target` that consume
             its changes and have the same partitions. So one run and one publication bring a chain of assets
-            up to date. Such runs are launched one after the other: an asset that consumed all that the run's
-            own branch has would conflict with the same asset in a run beside it. (default: False: each asset
-            gets runs of its own)
+            up to date. Only one such run of a chain exists at a time: an asset that consumes changes on the
+            branch of its own run would conflict with the same asset in a parallel run. (default: False: each
+            asset gets its own runs)
         default_status (DefaultSensorStatus): The sensor's status when it is first loaded. (default: RUNNING)
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
@@ -178,7 +178,7 @@ def incremental_sensor(
 
 
 def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
-    """Return a hash that changes when a consumer is added, its declaration changes or it gets a partition."""
+    """Return a hash that changes if a consumer is added or removed, or its declaration or partitions change."""
     consumer_states = [
         (
             asset.key.to_user_string(),
@@ -291,10 +291,10 @@ class _SensorTick:
     def _iter_due_requests(
         self, asset: ConsumingAsset, backlog: ConsumerBacklog, unconsumed: Unconsumed
     ) -> Iterator[RunRequest]:
-        """Yield the run requests that are due.
+        """Yield the run requests of one consumer that are due.
 
-        A partition that is not published yet holds back the partitions that are computed from it. A change
-        that waits for approval is launched after its approval.
+        A partition that is not published yet delays the partitions that are computed from it. A change that
+        waits for approval is launched only after its approval.
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
         chain = self.chains.get(asset.key, {asset.key})
@@ -362,7 +362,7 @@ class DeclaredSensor:
 
 
 def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, DeclaredSensor]:
-    """Return the incremental sensor of each asset that has one; of several sensors, the first by name."""
+    """Map each asset to the incremental sensor that targets it; if there are several, the first by name."""
     graph = repository.asset_graph
     sensor_by_asset: dict[AssetKey, DeclaredSensor] = {}
     for definition in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):

@@ -1,4 +1,7 @@
-"""Decide from plain values whether to launch a consumer now, to retry it, or why not to launch it."""
+"""Decide whether to launch a run for a consumer now, to retry it, or why not to launch it.
+
+The decision depends only on the arguments; this module reads neither Dagster nor the lake.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,12 @@ class LaunchOutcome(StrEnum):
     """The run's checks failed. With the same data they would fail again."""
     CANCELED = "canceled"
     UNDONE = "undone"
-    """The run's publication was undone later. The same code would bring the same rows again."""
+    """The run's publication was undone later. The same code would write the same rows again."""
     ENDED = "ended without a publication"
-    """The run changed no table, wrote to `main` without a branch, or a re-execution continued its work."""
+    """The run ended without a publication of its own.
+
+    It changed no table, wrote to `main` without a branch, or a re-execution continued its work.
+    """
 
 
 RETRYABLE_OUTCOMES = frozenset({LaunchOutcome.FAILED, LaunchOutcome.REFUSED})
@@ -61,7 +67,7 @@ class LaunchState(StrEnum):
 
 
 STUCK_STATES = frozenset({LaunchState.WAITS_FOR_RETRY, LaunchState.NOT_RETRIED, LaunchState.UNKNOWN})
-"""The states after a failure."""
+"""The states of a partition after a failure: it waits for a retry or a person, or its change is unknown."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +95,17 @@ class LaunchPolicy:
             )
 
     def is_reached(self, unconsumed: Unconsumed, now: datetime) -> bool:
-        """Return whether the change is worth a run."""
+        """Return whether the unconsumed change is large or old enough for a run.
+
+        Always True for a change that is not counted (`whole`, `new`), and False if there is none.
+        """
         if not unconsumed.has_any:
             return False
         enough = unconsumed.rows >= self.min_rows and unconsumed.files >= self.min_files
         return unconsumed.whole or unconsumed.new or enough or unconsumed.age_s(now) >= self.max_age_s
 
     def delay_before_retry(self, retry_number: int) -> timedelta:
-        """Return the delay from the end of an attempt to retry `retry_number`, counted from 1."""
+        """Return the delay from the end of the failed attempt to retry `retry_number`, counted from 1."""
         doubled = self.retry_delay_s * 2.0 ** min(retry_number - 1, 60)
         return timedelta(seconds=min(doubled, max(_LONGEST_DELAY_S, self.retry_delay_s)))
 
@@ -116,7 +125,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """The attempts for one state of a consumer's inputs. `run_key` is the run key of the first attempt."""
+    """The attempts for one state of a consumer's inputs, by ascending number.
+
+    `run_key` is the Dagster run key of attempt 0.
+    """
 
     run_key: str
     attempts: tuple[Attempt, ...] = ()
@@ -124,7 +136,10 @@ class AttemptHistory:
 
 @dataclass(frozen=True)
 class RunUnderWay:
-    """A run that computes a partition. If `is_finished` is True, it has ended and waits for its verdict."""
+    """A run that computes a partition and is not judged yet.
+
+    If `is_finished` is True, its steps have ended and it waits for its verdict.
+    """
 
     run_id: str
     is_finished: bool
@@ -152,7 +167,7 @@ class LaunchDecision:
     earlier_partition: str = ""
 
     def format_state(self, policy: LaunchPolicy) -> str:
-        """Return the state as a clause for people."""
+        """Return the state as a clause for people, such as `is being computed by run 3f2a90c1`."""
         run = f"run {(self.run_id or '')[:8]}"
         cause = f" ({self.reason})" if self.reason else ""
         if self.state is LaunchState.WAITS_FOR_MORE:
@@ -193,16 +208,17 @@ def format_approval(approval_ids: Sequence[str], *, plural: bool = False) -> str
 
 
 def apply_sensor_state(decision: LaunchDecision, sensor_state: LaunchState | None) -> LaunchDecision:
-    """Replace the decision's state by `sensor_state` if only a tick of the sensor is missing.
+    """Return the decision with the state `sensor_state`, if it waits only for a tick of the sensor.
 
-    `sensor_state` is the reason why the sensor does not tick; None if it does.
+    `sensor_state` is the reason why the sensor does not tick; None if it does. Other decisions are returned
+    unchanged.
     """
     needs_tick = decision.state in (LaunchState.DUE, LaunchState.WAITS_FOR_RETRY, LaunchState.WAITS_FOR_MORE)
     return replace(decision, state=sensor_state, run_key=None) if sensor_state and needs_tick else decision
 
 
 def attempt_key(first_key: str, attempt_number: int) -> str:
-    """Return the run key of an attempt. `first_key` is the key of attempt 0."""
+    """Return the Dagster run key of an attempt. `first_key` is the key of attempt 0."""
     return f"{first_key}-retry{attempt_number}" if attempt_number else first_key
 
 
@@ -244,8 +260,9 @@ def decide_launch(
     launches nothing twice.
 
     `unconsumed` is the unconsumed change of the whole consumer. `history` has the attempts for the present
-    state of the partition. `under_way` is a run that computes the partition. `earlier_partition` has to be
-    published before it. `approval_ids` are the ids under which its change has to be approved first.
+    state of the partition. `under_way` is a run that computes the partition, or None. `earlier_partition` is
+    the partition that must be published before this one; empty if there is none. `approval_ids` are the ids
+    under which its change has to be approved first.
     """
     if unconsumed.trouble:
         return LaunchDecision(LaunchState.UNKNOWN, reason=unconsumed.trouble)
@@ -272,7 +289,7 @@ def decide_launch(
 def _decide_after_attempt(
     last_attempt: Attempt, run_key: str, policy: LaunchPolicy, now: datetime
 ) -> LaunchDecision:
-    """Decide what follows the newest attempt for the present state."""
+    """Decide what to do after the newest attempt for the present state: retry now, wait, or not retry."""
     state_by_outcome = {
         LaunchOutcome.UNFINISHED: LaunchState.BEING_COMPUTED,
         LaunchOutcome.AWAITS_VERDICT: LaunchState.AWAITS_VERDICT,

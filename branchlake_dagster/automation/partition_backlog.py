@@ -65,11 +65,12 @@ _CHUNK = 200
 
 
 def iter_histories(instance: DagsterInstance, keys: Iterable[str], retries: int) -> Iterator[AttemptHistory]:
-    """Yield the attempts for each state key, in the order of `keys`. Runs are read lazily, in chunks.
+    """Yield an attempt history for each state key, in the order of `keys`. Runs are read lazily, in chunks.
 
     A published run changes the state of its consumer. If a run with this state key was published and the
     state is the same again, `main` was set back: earlier attempts are ignored, and the state continues under
-    a new key. At most `retries` retries of each state are read.
+    a new run key, which has the hash of that publication appended. At most `retries` retries of each state
+    are read.
     """
     key_iterator = iter(keys)
     while chunk := [*islice(key_iterator, max(1, _CHUNK // (retries + 1)))]:
@@ -131,7 +132,7 @@ def _find_publication(record: RunRecord) -> str | None:
 
 
 def to_attempt(number: int, record: RunRecord) -> Attempt:
-    """Return the outcome of a run that was launched as attempt `number`, counted from 0."""
+    """Return a run record as the attempt with this number; 0 is the first run."""
     outcome = launch_outcome(record.dagster_run)
     ended_at = record.update_timestamp
     if record.end_time is not None and outcome is not LaunchOutcome.UNFINISHED:
@@ -168,7 +169,10 @@ def computed_partitions(
 
 
 class InFlightRuns:
-    """The runs of a Dagster instance that are not finished or not judged at `now`."""
+    """The runs of a Dagster instance that, at `now`, are not finished or have no verdict yet.
+
+    Finished runs that were not updated for `ABANDONED_AFTER` are not included.
+    """
 
     def __init__(self, instance: DagsterInstance, now: datetime) -> None:
         verdict_filter = RunsFilter(tags={RunTag.VERDICT: PENDING}, updated_after=now - ABANDONED_AFTER)
@@ -185,7 +189,7 @@ class InFlightRuns:
         return self.find_whole_run(key) is not None
 
     def single_partitions(self, key: AssetKey) -> set[str]:
-        """Return the partitions of an asset that runs of one partition compute."""
+        """Return the partitions of an asset that runs with one partition each compute."""
         return {*self.runs_by_partition(key)}
 
     def find_whole_run(self, key: AssetKey) -> RunUnderWay | None:
@@ -197,7 +201,7 @@ class InFlightRuns:
         return None
 
     def runs_by_partition(self, key: AssetKey) -> dict[str, RunUnderWay]:
-        """Return one run for each partition of an asset that a run of one partition computes."""
+        """Map each partition that a run of one partition computes to that run."""
         return {
             run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, is_finished=run.is_finished)
             for run in self._runs
@@ -252,10 +256,10 @@ def launch_decisions(
     approvals: Approvals,
     max_partitions: int | None = None,
 ) -> list[tuple[str | None, LaunchDecision]]:
-    """Return the launch decision for each of the first `max_partitions` pending partitions, in key order.
+    """Return (partition, launch decision) for the first `max_partitions` pending partitions, in key order.
 
-    None for `max_partitions` means all of them. The result has one entry, with the partition None, for an
-    asset without partitions and for an asset whose backlog is unknown. Reads Dagster's runs. Reads nothing
+    None for `max_partitions` means all of them. For an asset without partitions, and for an asset whose
+    backlog is unknown, the result has one pair, with the partition None. Reads Dagster's runs. Reads nothing
     from the lake that `backlog` has read already.
     """
     unconsumed = backlog.unconsumed
@@ -293,7 +297,7 @@ def launch_decisions(
 def partition_backlogs(
     backlog: ConsumerBacklog, decisions: Sequence[tuple[str | None, LaunchDecision]]
 ) -> list[PartitionBacklog]:
-    """Return the backlog of each partition in `decisions`. Raises ChangeLost.
+    """Return the backlog of each partition in `decisions`, in the same order. Raises ChangeLost.
 
     The cost grows with the number of files in the change: bounds in manifests are compared, and no data file
     is opened.
@@ -355,7 +359,7 @@ def backlog_metadata(
 
 
 def format_consumed_position(position: ConsumptionRecord | None) -> str:
-    """Return a position for people: the snapshot of each input, and the run that consumed it."""
+    """Return a position for people: the snapshot of each input, and the run that consumed it; else `none`."""
     if position is None:
         return "none"
     inputs = ", ".join(

@@ -1,7 +1,7 @@
 """Reports the backlog of every table on `main` that has recorded positions in its inputs.
 
-The backlog is computed from the lake alone, not from definitions. So consumers of all code locations are
-included.
+The backlog is computed from the lake alone, without Dagster definitions. So consumers of all code locations
+are included.
 
 The module also finds the objects that depend on a table whose columns change: tables on `main`, assets and
 checks.
@@ -41,10 +41,11 @@ from branchlake_dagster.tables.specification import parse_table_spec, table_iden
 
 @dataclass(frozen=True)
 class InputBacklog:
-    """The position of a table in one input, and the change that it has not consumed.
+    """The position of a consumer's table in one input, and the change that it has not consumed.
 
-    `position` counts for the whole table; `partitions_ahead` is the number of partitions that have consumed
-    more. `change` is None if the remaining change is unknown; `trouble` is the reason.
+    `table` and `input` are dotted table names. `run_id` is the run that recorded `position`, which counts for
+    the whole table; `partitions_ahead` is the number of partitions that have consumed more. `change` is None
+    if the remaining change is unknown; `trouble` is the reason.
     """
 
     table: str
@@ -58,14 +59,20 @@ class InputBacklog:
     """The time up to which the table has all records, as its runs recorded it; None if it is unknown."""
 
     def oldest_age_s(self, now: datetime) -> float | None:
-        """Return the age of the oldest unconsumed change in seconds; None if nothing is left or known."""
+        """Return the age of the oldest unconsumed change in seconds.
+
+        None if nothing is left to consume, or if the change is unknown.
+        """
         oldest = self.change.oldest if self.change is not None and not self.change.empty else None
         return None if oldest is None else max(0.0, (now - oldest).total_seconds())
 
 
 @dataclass(frozen=True)
 class UnreadableTable:
-    """A table whose properties cannot be read, with the reason. It may or may not be a consumer."""
+    """A table whose metadata or recorded positions cannot be read, and the reason, `trouble`.
+
+    It may or may not be a consumer.
+    """
 
     table: str
     trouble: str
@@ -104,7 +111,7 @@ def iter_recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | Unread
 
 
 def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTable]:
-    """Yield the backlog of each consumer table and input on `main`.
+    """Yield an `InputBacklog` for each consumer table on `main` and each of its inputs.
 
     An unreadable table is yielded with the reason and does not affect other tables. Raises NessieError if
     Nessie does not answer.
@@ -135,9 +142,9 @@ def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTa
 
 
 def _table_position(positions: Positions) -> ConsumptionRecord | None:
-    """Return the common record of a table; if there is none, the record of its first partition by name.
+    """Return the record of the common position; without one, the record of the first partition by name.
 
-    The common record is the record for all partitions without their own entry. None if the table has neither.
+    None if the table has neither.
     """
     if positions.common_position is not None:
         return positions.common_position
@@ -176,10 +183,10 @@ def _format_metadata_error(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Dependent:
-    """An asset, a check or a table that depends on the changed table.
+    """An asset, a check or a table that depends on the table whose columns change.
 
-    `kind` is `asset`, `check`, or `consumer`: a table on `main` that was computed from changes of the changed
-    table. `declares` are those of the changed columns that the asset names in `consumes`.
+    `kind` is `asset`, `check`, or `consumer`: a table on `main` that was computed from changes of that table.
+    `declares` are the changed columns by which the asset consumes changes.
     """
 
     kind: str
@@ -192,7 +199,7 @@ class Dependent:
 
 
 def iter_consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dependent | UnreadableTable]:
-    """Iterate over the tables on `main` that were computed from changes of the table, by any code location.
+    """Yield the tables on `main` that were computed from changes of the table, by any code location.
 
     Reads the metadata of every table. Unreadable tables are included, because they may depend on the table.
     """
@@ -206,7 +213,7 @@ def iter_consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dep
 
 
 def iter_code_dependents(graph: AssetGraph, change: ColumnChange, namespace: str) -> Iterator[Dependent]:
-    """Iterate over the checks of the table's asset and the assets that read it."""
+    """Yield the checks of the table's asset, and the assets that read it, of this code location."""
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
         for check in sorted(node.check_keys, key=lambda check: check.name):
@@ -218,7 +225,7 @@ def iter_code_dependents(graph: AssetGraph, change: ColumnChange, namespace: str
 
 
 def list_asset_columns(graph: AssetGraph, change: ColumnChange, namespace: str) -> set[str]:
-    """Return the key and partition columns in the definition of the table's asset."""
+    """Return the names of the key and partition columns that the table's asset declares."""
     column_names: set[str] = set()
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
@@ -241,7 +248,10 @@ def _find_identifier(key: AssetKey, namespace: str) -> tuple[str, ...] | None:
 
 
 def _consumed_columns(graph: AssetGraph, child: AssetKey, key: AssetKey, namespace: str) -> set[str | None]:
-    """Return the columns of the input `key` by which the asset `child` consumes its changes."""
+    """Return the columns of the input `key` by which the asset `child` consumes its changes.
+
+    Empty if `child` does not consume changes of `key`.
+    """
     node = graph.get(child)
     declaration = parse_declaration(node.metadata, asset=child.to_user_string())
     if declaration is None or key not in declaration.inputs:

@@ -191,10 +191,10 @@ class TableRows:
         return self._stored.partitions
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
-        """Return a passed outcome if metadata or a small read proves `constraint`; None if Spark has to
-        decide.
+        """Return a passed outcome if metadata or a small read proves `constraint`; else None.
 
-        The columns of the constraint must exist, with the contract's types if it needs them.
+        With None, Spark has to decide. The columns of the constraint must exist, with the contract's types if
+        it needs them.
         """
         if self._files is None or not isinstance(constraint, RowConstraint | UniqueConstraint):
             return None
@@ -310,7 +310,7 @@ class TableRows:
         return self._facts_by_field[field.field_id]
 
     def _is_within_selection(self, index: int) -> bool:
-        """Return whether the facts of the file with this index prove that all its rows are in the selection."""
+        """Return whether metadata proves that all rows of the file at this index are in the selection."""
         selection = self._stored.selection
         return selection is None or any(
             all(self._file_keeps_condition(index, condition) for condition in conditions)

@@ -75,7 +75,10 @@ class Ranges:
 
     @property
     def span(self) -> Range | None:
-        """The range from the lowest to the highest value; None without `parts`, or if any value is possible."""
+        """The range from the lowest to the highest value.
+
+        None if `parts` is empty, or if any value is possible.
+        """
         return None if self.anything or not self.parts else Range(self.parts[0].low, self.parts[-1].high)
 
     def __or__(self, other: Ranges) -> Ranges:
