@@ -199,8 +199,9 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in requested_keys)
 
     def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Return the root's partitions after the requested ones, if its partitions are computed in order;
-        else ().
+        """Return the root's partitions after the requested ones, or () without a fixed order.
+
+        Only if partitions are computed in order, the later ones depend on the requested ones.
         """
         consumer = self._consumers.get(root)
         if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:

@@ -114,7 +114,7 @@ def load_stage_progress(
 
 
 def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: str) -> BackfillState:
-    """Return the state of a backfill. Raises ConfigurationError for an id that Dagster does not know."""
+    """Return the state of an asset backfill. Raises ConfigurationError if Dagster has none with this id."""
     state = load_backfill(instance, backfill_id, graph)
     if state is None:
         raise ConfigurationError(
@@ -325,7 +325,10 @@ def _find_failed_attempts(
 
 
 def _format_reasons(attempts: Iterable[Attempt]) -> str:
-    """Return a clause for people: up to `_SHOWN_RUNS` failed runs with their reasons, and the next command."""
+    """Return a clause for people: the first failed runs with their reasons, and the next command.
+
+    At most `_SHOWN_RUNS` runs are named.
+    """
     # One run may have computed several partitions.
     distinct_attempts = [*{attempt.run_id: attempt for attempt in attempts}.values()]
     lines = [

@@ -178,7 +178,7 @@ def incremental_sensor(
 
 
 def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
-    """Return a hash that changes if a consumer is added or removed, or its declaration or partitions change."""
+    """Return a hash that changes if consumers, their declarations or their partitions change."""
     consumer_states = [
         (
             asset.key.to_user_string(),
@@ -211,17 +211,17 @@ class _SensorTick:
         self._in_flight = InFlightRuns(instance, now)
         self._approvals = Approvals(instance)
         self._approval_ids: set[str] = set()
-        """The ids under which to approve the changes that wait for approval."""
+        """The ids under which the changes that wait for approval can be approved."""
         self.run_requests: list[RunRequest] = []
         self.log_lines: list[str] = []
         self.unconsumed_by_asset: dict[AssetKey, Unconsumed] = {}
         self._backlogs: dict[AssetKey, ConsumerBacklog] = {}
         self._decisions: dict[AssetKey, Sequence[tuple[str | None, LaunchDecision]]] = {}
-        """The decisions about the first partitions of each consumer that have a backlog."""
+        """The decisions about the first pending partitions of each consumer."""
         self.downstream: Mapping[AssetKey, Sequence[AssetKey]] = {}
-        """The assets that the run of an asset computes, too."""
+        """The other assets that the run of an asset computes; empty without `with_downstream`."""
         self.chains: Mapping[AssetKey, Collection[AssetKey]] = {}
-        """The assets of which only one run at a time is launched, by each of them."""
+        """The assets of each asset's chain. Only one run of a chain is launched at a time."""
         self._requested: set[AssetKey] = set()
         """The assets of chains for which this tick has launched a run."""
         self.is_quiet = True

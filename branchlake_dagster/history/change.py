@@ -104,7 +104,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """The change of one table from the position `since` to the position `up_to`. Its steps are oldest first.
+    """The change of one table from position `since` to position `up_to`; its steps are oldest first.
 
     As a multiset of rows, the change is: the rows of `added` that `deletes` do not delete, minus the rows of
     `removed` as they were at `since`, minus the rows that `deletes` delete in all other files. A file that

@@ -18,7 +18,7 @@ from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import TableSpec
 
 ADDING = ("append", "upsert")
-"""Write modes that keep a step's earlier rows when the step writes again. Other modes replace these rows."""
+"""Write modes that keep a step's earlier rows if the step writes again. Other modes replace these rows."""
 
 
 _SAME_STEP = (
@@ -39,8 +39,10 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     same root run, base hash, step, asset and partitions. The base hash is the commit of `main` from which the
     run's branch was created. It distinguishes these snapshots from those of an earlier run, which may be
     published. Usually these snapshots are the newest ones, and the table is rolled back to the snapshot
-    before them. If others wrote to the table in between, a new snapshot removes the files of the earlier
-    attempts. Raises RetryNeedsFullRun if the rows of the attempts can no longer be separated from other rows.
+    before them. If other writers wrote to the table in between, a new snapshot removes the files of the
+    earlier attempts. For write modes that replace rows, and without earlier attempts, the table is returned
+    unchanged. Raises RetryNeedsFullRun if the rows of the attempts can no longer be separated from other
+    rows.
     """
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
@@ -54,9 +56,10 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
 
 
 def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
-    """Return the table with the rows of this attempt only, after the write.
+    """Return the table, after an append, without rows that other attempts of the step have added.
 
-    A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table.
+    A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table. Tables of
+    other write modes are returned unchanged.
     """
     if spec.write_mode != "append" or LakeProperty.STEP not in properties:
         return table
@@ -65,9 +68,10 @@ def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, 
 
 
 def has_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> bool:
-    """Return whether rows of an earlier attempt decided which rows an upsert that keeps known keys added.
+    """Return whether a late commit of an earlier attempt has decided which rows an upsert added.
 
-    Then neither attempt has all rows: both must be undone, and the rows written again.
+    This is possible only for an upsert with `when_matched="keep"`: rows whose keys the late commit had added
+    were dropped. Then neither attempt has all rows: both must be undone, and the rows written again.
     """
     decides_by_rows = spec.write_mode == "upsert" and spec.keeps_matched
     return decides_by_rows and LakeProperty.STEP in properties and bool(_late_commits(table, properties))
@@ -79,7 +83,7 @@ def _late_commits(table: Table, properties: Mapping[str, str]) -> list[Snapshot]
 
 
 def _newest_first(table: Table) -> list[Snapshot]:
-    """Return the snapshots that led to the current one, newest first."""
+    """Return the current snapshot and its ancestors, newest first."""
     ancestors, _ = ancestors_after(table.metadata)
     return ancestors[::-1]
 
@@ -94,7 +98,7 @@ def _has_same_properties(snapshot: Snapshot, properties: Mapping[str, str], name
 
 
 def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
-    """Return the snapshots of the same step whose rows were not removed yet."""
+    """Return the snapshots of all attempts of the step whose rows were not removed, in the given order."""
     undone = {
         snapshot_id
         for snapshot in ancestors
@@ -121,9 +125,10 @@ def _roll_back(table: Table, snapshot_id: int | None) -> Table:
 def _remove_added_files(
     table: Table, spec: TableSpec, earlier: list[Snapshot], properties: Mapping[str, str]
 ) -> Table:
-    """Remove the files that the snapshots `earlier` added.
+    """Remove the files that the snapshots `earlier` added, in a new snapshot, and return the table.
 
-    Raises RetryNeedsFullRun if one of the files is no longer in the table.
+    Raises RetryNeedsFullRun if one of the files is no longer in the table, or if the write mode changes
+    existing rows.
     """
     if not spec.only_adds_rows:
         raise mixed_rows_error(spec)

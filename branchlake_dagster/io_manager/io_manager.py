@@ -61,17 +61,17 @@ from branchlake_dagster.tables.selection import (
 from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
 
 MAX_PARTITIONS = 400
-"""The row counts of at most this many partitions of one output are reported: a year of days."""
+"""The largest number of partitions of one output whose row counts are reported: a year of days."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FileValueFinder = Callable[[DataFile], Any]
-"""Returns the value or window of a column that all rows of a file have; None if it is not known."""
+"""Returns the column value, or the start of the window, that all rows of a file have; None if not known."""
 
 
 def report_partition_rows(
     context: OutputContext, table: Table, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> int | None:
-    """Return the row count of the output's partition. For several partitions, report the count of each.
+    """Return the row count of the output's partition; report the counts of several partitions.
 
     For several partitions, the counts are added to their materializations, and the result is None. The result
     is also None, and nothing is reported, if counts are not known or there are more than `MAX_PARTITIONS`
@@ -102,10 +102,10 @@ def count_partition_rows(
     *,
     name: str,
 ) -> dict[str, int] | None:
-    """Count the rows of each partition of `keys`.
+    """Count the rows of each partition of `keys`, from manifests.
 
     The partition of a file is found by the bounds of columns and by identity partitions. Returns None if a
-    file has rows of several partitions, or if rows were deleted.
+    file has rows of several or of unknown partitions, or if the table has delete files for these rows.
     """
     schema = table.schema()
     slices: dict[str, tuple[Condition, ...]] = {}
@@ -136,7 +136,7 @@ def _condition_value(condition: Condition) -> Any:
 
 
 def _to_iceberg_number(moment: datetime | date) -> int:
-    """Convert to Iceberg's representation: microseconds for a time stamp, days for a date."""
+    """Convert to Iceberg's number: microseconds since 1970 for a time stamp, days since 1970 for a date."""
     if isinstance(moment, datetime):
         return (moment - _EPOCH) // timedelta(microseconds=1)
     return (moment - _EPOCH.date()).days
@@ -191,7 +191,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     Raises:
         UnsupportedType: The returned value, or the annotation of an input, is not such a frame.
-        SchemaMismatch: The frame does not fit the table. Only new nullable columns are allowed.
+        SchemaMismatch: The frame does not fit the table. Only new nullable columns and, with the setting
+            `widen_columns`, wider types are allowed.
         ColumnsFrozen: The frame would change columns that `table_metadata(columns="freeze")` keeps.
         PartitionMismatch: The frame has rows outside the run's partitions.
         ConfigurationError: The asset's metadata is contradictory, or its table is not stored as Parquet.
@@ -231,6 +232,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def handle_output(self, context: OutputContext, obj: Any) -> None:
         """Write one materialization of an asset. `None` writes nothing: the asset wrote its table by SQL.
 
+        Then the row counts, a preview and the consumed changes are added to the materialization's metadata.
         Values that ops exchange are not tables; `store_op_value` writes them to files.
         """
         if not context.has_asset_key:
@@ -270,9 +272,10 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def load_input(self, context: InputContext) -> Any:
         """Load an upstream asset, limited to the partitions that its partition mapping selects.
 
-        `AssetIn(metadata={"columns": […]})` limits the columns. For an input without asset, load what the op
-        before this one returned. An asset that reads its own earlier partitions gets an empty frame without
-        columns if its table does not exist yet.
+        The type annotation of the input decides which frame is returned. If the asset consumes changes of the
+        input, only these are loaded. `AssetIn(metadata={"columns": […]})` limits the columns. For an input
+        without asset, the value that the upstream op returned is loaded. An asset that reads its own earlier
+        partitions, or an optional input, gets an empty frame without columns if the table does not exist yet.
         """
         if not context.has_asset_key:
             return op_values.load_op_value(context)
@@ -345,7 +348,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return arrow_frames.read_frame(table, annotation, selection, columns)
 
     def _is_optional_input(self, context: InputContext) -> bool:
-        """Whether the asset consumes this input only if it has a table. Raises TableMissing."""
+        """Whether the input is optional and has no table yet. Raises TableMissing."""
         consumption = consumption_of(context.step_context, self.lakehouse) if _is_in_step(context) else None
         return (
             consumption is not None
@@ -402,9 +405,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:
-        """Turn any failure on a deleted branch into RunBranchGone, whatever error the engine raised.
+        """Raise RunBranchGone for any failure of the block if the run's branch was deleted.
 
-        A refusal by Nessie becomes NessieUnauthorized, from any engine.
+        A refusal by Nessie becomes NessieUnauthorized, from any engine. Other errors are raised unchanged.
         """
         try:
             with translate_refusals():
@@ -420,7 +423,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 def _row_partitions(
     context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> RowPartitions | None:
-    """Return how rows belong to several partitions; None for one partition, or without partition columns."""
+    """Return the partitions of the input's rows; None for one partition, or without partition columns."""
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)
@@ -436,6 +439,6 @@ def _select_columns(frame: DataFrame, columns: Sequence[str], existing: Sequence
 
 
 def _reads_own_table(context: InputContext) -> bool:
-    """Whether an asset reads its own table, because it depends on its earlier partitions."""
+    """Whether an asset reads its own table, as one that depends on its own earlier partitions does."""
     assets = context.step_context.assets_def if _is_in_step(context) else None
     return assets is not None and context.asset_key in assets.keys

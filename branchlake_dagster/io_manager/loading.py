@@ -1,4 +1,4 @@
-"""Loads what steps read: an input's columns, stored rows, previews, and values that ops exchange.
+"""Loads what steps read: the columns of inputs, stored rows, previews, and values that ops exchange.
 
 Ops exchange values inside a graph-backed asset, and in op jobs. These values are not tables and are not
 checked or published. They are stored like Dagster's default does, as pickle files in the instance's storage
@@ -32,7 +32,7 @@ INPUT_COLUMNS = "columns"
 
 
 def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table: str) -> list[str] | None:
-    """Return the columns that an input's metadata names, in its order; None for all columns.
+    """Return the columns that an input's metadata names, in its order; None means all columns.
 
     `existing` are the columns of the table. Raises ConfigurationError if the table lacks a column, or if the
     metadata is not a list of different names.
@@ -62,9 +62,10 @@ def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table
 
 
 def delivered_columns(columns: Sequence[str], existing: Sequence[str], frame: Sequence[str]) -> list[str]:
-    """Return the columns to load from a frame of changes: those asked for, and those about the change.
+    """Return the columns to load from a frame of changes: the requested ones, and those about the change.
 
-    `existing` are the columns of the table, `frame` those of the frame.
+    `columns` are the requested columns, `existing` those of the table, `frame` those of the frame. A column
+    about the change, such as `_change_type`, is one that the table lacks.
     """
     return [*columns, *(name for name in frame if name not in existing)]
 
@@ -74,7 +75,7 @@ _STORED = "branchlake/stored_rows"
 
 @dataclass(frozen=True)
 class RowPartitions:
-    """How rows belong to an asset's partitions: the definition, and the column of each dimension.
+    """The partitions of rows: the asset's partitions definition, and the column of each dimension.
 
     A definition with one dimension has the empty string as its dimension.
     """
@@ -85,9 +86,9 @@ class RowPartitions:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows where they are stored: the rows of `selection` (None: all) in `table` on the reference `ref`.
+    """A reference to stored rows: the rows of `selection` (None: all) in `table` on the reference `ref`.
 
-    `open_frame` opens them in the run's Spark session as a lazy frame. The session is opened only then.
+    `open_frame` returns them as a lazy frame of the run's Spark session, which is opened only then.
     `partitions` is None if the rows belong to one partition, or if the asset has no partition columns.
     """
 
@@ -99,7 +100,7 @@ class StoredRows:
 
 
 def wants_stored_rows(kind: dg.DagsterType) -> bool:
-    """Whether an input of this Dagster type gets `StoredRows`."""
+    """Whether an input of this Dagster type gets `StoredRows` instead of a frame."""
     return _STORED in kind.metadata
 
 
@@ -125,7 +126,8 @@ _log = logging.getLogger(__name__)
 def format_preview(table: Table, *, rows: int) -> str | None:
     """Return at most `rows` rows and 12 columns as a Markdown table; None if no rows can be shown.
 
-    The rows are read from one file that the newest snapshot added: two small reads and the file's first page.
+    None also if the rows cannot be read, which is logged. The rows are read from one file that the newest
+    snapshot added: two small reads and the file's first page.
     """
     if not rows:
         return None
@@ -165,7 +167,7 @@ def _format_cell(value: Any) -> str:
 
 
 def store_op_value(context: OutputContext, value: Any) -> None:
-    """Store what an op returned for the ops after it. Raises UnsupportedType for a Spark frame."""
+    """Store the value that an op returned, for the ops after it. Raises UnsupportedType for a Spark frame."""
     if isinstance(value, DataFrame):
         raise UnsupportedType(
             f"Op output {context.step_key}.{context.name} is a Spark frame. It belongs to the Spark session"
@@ -176,7 +178,7 @@ def store_op_value(context: OutputContext, value: Any) -> None:
 
 
 def load_op_value(context: InputContext) -> Any:
-    """Load what the op before this one returned."""
+    """Load the value that the upstream op returned."""
     return _filesystem_manager(context).load_input(context)
 
 

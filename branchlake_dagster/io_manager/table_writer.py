@@ -38,7 +38,7 @@ from branchlake_dagster.tables.upsert_engine import SparkReason, engine_metadata
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """The request of a step: the asset's table, the run's branch, and the partitions to write.
+    """The table of an asset, the run's branch, and the partitions that a step writes.
 
     For an asset without partitions, `definition` is None and `partition_keys` is empty.
     """
@@ -53,7 +53,7 @@ class WriteRequest:
 class OutputFrame:
     """The rows that an asset returned, and the Arrow types with which the table stores them.
 
-    A pandas or Polars frame is already an Arrow table here. A Spark frame has not been executed.
+    pandas and Polars frames are already converted to an Arrow table. A Spark frame has not been executed.
     """
 
     rows: pa.Table | DataFrame
@@ -172,7 +172,10 @@ def plan_write(
 
 
 _MAX_REWRITES = 3
-"""How often rows are written again because a commit of an earlier attempt arrived. Each attempt has one."""
+"""The largest number of times that rows are written again because of late commits of earlier attempts.
+
+Each earlier attempt has at most one late commit.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,14 +224,18 @@ class TableWriter:
     spark_session: Callable[[], SparkSession]
 
     def existing_table(self, spec: TableSpec) -> Table | None:
-        """Return the table of an asset on the run's branch, or None."""
+        """Return the table of an asset on the run's branch, or None if it does not exist."""
         try:
             return self.catalog.load_table(spec.identifier)
         except NoSuchTableError:
             return None
 
     def write(self, request: WriteRequest, value: Any, consumption: Consumption | None) -> Table:
-        """Write what an asset returned. Return the table, without rows of earlier attempts of the step."""
+        """Write the frame that an asset returned, and return the table.
+
+        Creates the table, or adds new columns, if needed. Rows of earlier attempts of the step are removed.
+        `consumption` is None if the step consumes no changes.
+        """
         existing_table = self.existing_table(request.spec)
         frame = convert_frame(value, request, existing_table)
         plan = plan_write(request, frame.schema, existing_table, consumption)
@@ -251,7 +258,10 @@ class TableWriter:
         return self._write_by_spark(prepared) if prepared.by_spark else self._write_by_pyiceberg(prepared)
 
     def create_with_rows(self, plan: WritePlan, rows: pa.Table, creation: CreateTableTransaction) -> Table:
-        """Create a table with its first rows and missing namespaces, in one commit."""
+        """Create a table with its first rows and missing namespaces in one commit, and return the table.
+
+        Raises TableAlreadyExistsError, PartitionMismatch or UpsertKeyInvalid.
+        """
         spec, schema = plan.spec, creation.table_metadata.schema()
         rows = arrow_frames.cast_columns(
             rows, table_arrow_schema(schema, table_name=spec.name), table_name=spec.name
@@ -271,7 +281,7 @@ class TableWriter:
         )
 
     def _table_to_write(self, plan: WritePlan, frame_schema: pa.Schema) -> Table:
-        """Return the existing table with the frame's new columns, or create it without rows."""
+        """Return the existing table with the frame's new columns, or a new table without rows."""
         table = plan.existing_table
         if table is None:
             return self.catalog.create_table(
@@ -300,7 +310,10 @@ class TableWriter:
         return PreparedWrite(plan, table, frame, properties, changed_keys)
 
     def _with_engine(self, prepared: PreparedWrite) -> PreparedWrite:
-        """Decide which engine matches the rows of an upsert, and report it in the materialization."""
+        """Decide which engine matches the rows of an upsert, and add the decision to the materialization.
+
+        Writes that match no rows are returned unchanged.
+        """
         if not prepared.plan.matches_rows:
             return prepared
         prepared = replace(prepared, upsert=_plan_upsert(prepared))
@@ -338,9 +351,9 @@ class TableWriter:
     def _rewrite_after_late_commits(
         self, plan: WritePlan, frame: DataFrame, properties: Mapping[str, str]
     ) -> None:
-        """Write the rows again while commits of earlier attempts have decided which rows were added.
+        """Write the rows again, while late commits of earlier attempts have decided which rows were added.
 
-        Raises RetryNeedsFullRun if such commits keep arriving.
+        Raises RetryNeedsFullRun if this happens more than `_MAX_REWRITES` times.
         """
         spec = plan.spec
         for _ in range(_MAX_REWRITES):
