@@ -85,7 +85,7 @@ def _require_table(key: ContentKey, content: Content | None) -> IcebergTable:
 
 
 def _to_folder_name(name: str) -> str:
-    """Replace the characters that would end the path of a URL, and so would cut off the location."""
+    """Replace `?` and `#`, which would end the path of a URL and so truncate the location, by `_`."""
     return _ENDS_PATH.sub("_", name)
 
 
@@ -98,12 +98,12 @@ def _format_commit_message(key: ContentKey, updates: Sequence[TableUpdate]) -> s
 
 
 def _parent_keys(key: ContentKey) -> tuple[ContentKey, ...]:
-    """Return the keys of the namespaces that hold a key, the outermost first."""
+    """Return the keys of the namespaces above a key, the outermost first."""
     return tuple(ContentKey(key[:depth]) for depth in range(1, len(key)))
 
 
 def _is_same_state(table: Table, content: Content | None) -> bool:
-    """Check whether Nessie holds the table in exactly the state of `table`."""
+    """Check whether `content` is a table with the same metadata file as `table`."""
     return isinstance(content, IcebergTable) and content.metadata_location == table.metadata_location
 
 
@@ -182,12 +182,15 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     @property
     def ref(self) -> str:
-        """The reference argument of this catalog."""
+        """The reference argument of this catalog: a branch, tag, `name@hash` or hash."""
         return self._store.ref
 
     @property
     def last_hash(self) -> str | None:
-        """Hash of the reference at this catalog's last read or commit; None before the first one."""
+        """The hash of the reference at this catalog's last read or commit.
+
+        None before the first one, and after a failed commit.
+        """
         return self._store.last_hash
 
     def close(self) -> None:
@@ -212,14 +215,15 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def table_of(self, identifier: Identifier, content: IcebergTable) -> Table:
-        """Load the table in the state of `content`, which may differ from the state on this reference.
+        """Load the table with the metadata file of `content`, which may be older or newer than this
+        reference.
 
         A commit through the table is checked against the current state of the reference.
         """
         return self._load(ContentKey(identifier), content)
 
     def load_table(self, identifier: str | Identifier) -> Table:
-        """Load a table.
+        """Load the table from this reference.
 
         Raises NoSuchTableError, also if the name is a namespace or view. A missing reference raises
         ReferenceNotFound instead.
@@ -233,12 +237,12 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return self._load(key, content)
 
     def table_exists(self, identifier: str | Identifier) -> bool:
-        """Check whether the name holds an Iceberg table. Reads no file."""
+        """Check whether an Iceberg table has this name on the reference. Reads no file."""
         key = self._key(identifier)
         return isinstance(self._store.read(key).contents.get(key), IcebergTable)
 
     def list_tables(self, namespace: str | Identifier) -> list[Identifier]:
-        """List the tables directly in `namespace`."""
+        """List the identifiers of the tables directly in `namespace`. Raises NoSuchNamespaceError."""
         key = namespace_key(namespace)
         require_namespace(self._store.read(key), key)
         return [entry.key.elements for entry in self._store.iter_children(key.elements, "ICEBERG_TABLE")]
@@ -342,7 +346,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> None:
         """Commit the metadata file at `location` under `identifier`.
 
-        With `overwrite`, it may replace an existing table.
+        With `overwrite`, it may replace an existing table; otherwise raises TableAlreadyExistsError.
         """
         key = ContentKey(identifier)
         namespace_key(key.parent)
@@ -359,7 +363,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def _cached_if_creatable(self, key: ContentKey) -> ContentsAt | None:
-        """Return the cached contents if a new table can be created on them, else None.
+        """Return the cached contents if a new table can be created according to them, else None.
 
         The cache can never prove that a table cannot be created.
         """
@@ -389,7 +393,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def register_table(
         self, identifier: str | Identifier, metadata_location: str, overwrite: bool = False
     ) -> Table:
-        """Register an existing metadata file under a name. With `overwrite`, it may replace a table."""
+        """Commit an existing metadata file as a table with this name, and load the table.
+
+        With `overwrite`, it may replace a table. Otherwise raises TableAlreadyExistsError.
+        """
         key = self._key(identifier)
         metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
         self._put_table(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
@@ -414,7 +421,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
     ) -> CommitTableResponse:
-        """Write the next metadata file and commit it, if the table has not changed.
+        """Write the next metadata file and commit it, if the table has not changed meanwhile.
 
         Raises CommitFailedException if the table has changed (nothing was committed),
         CommitStateUnknownException if the outcome is unknown (the files stay), TableAlreadyExistsError and
@@ -460,7 +467,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         requirements: tuple[TableRequirement, ...],
         updates: tuple[TableUpdate, ...],
     ) -> CommitTableResponse:
-        """Commit the next state of a table. `current` is the table as `state` has it."""
+        """Commit the next state of a table. `current` is the table as its content in `state` describes it.
+
+        If the updates change nothing, nothing is committed.
+        """
         key = ContentKey(current.name())
         current_content = _require_table(key, state.contents.get(key))
         staged = self._update_and_stage_table(current, key.elements, requirements, updates)
@@ -479,10 +489,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     @staticmethod
     def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
-        """Keep the file: another branch, a tag or an older hash may still read it."""
+        """Do nothing: another branch, a tag or an older hash may still read the old metadata file."""
 
     def drop_table(self, identifier: str | Identifier) -> None:
-        """Remove the name from this branch. No file is deleted."""
+        """Remove the table from this branch. No file is deleted. Raises NoSuchTableError."""
         key = self._key(identifier)
 
         def plan(state: ContentsAt) -> Sequence[Operation]:
@@ -505,7 +515,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def rename_table(self, from_identifier: str | Identifier, to_identifier: str | Identifier) -> Table:
-        """Rename a table in one commit. Its content id and files stay."""
+        """Rename a table in one commit, and load it. Its content id and files stay the same.
+
+        Raises NoSuchTableError, NoSuchNamespaceError or TableAlreadyExistsError.
+        """
         source, target = self._key(from_identifier), self._key(to_identifier)
         namespace = namespace_key(target.parent)
 

@@ -60,7 +60,10 @@ _CACHE_S = 300.0
 
 @dataclass(frozen=True)
 class _CachedContents:
-    """The contents of `keys` at `read_at` on the monotonic clock. Keys that `state` lacks held nothing."""
+    """The contents of `keys`, read at the time `read_at` of the monotonic clock, in seconds.
+
+    A key of `keys` that `state` does not contain had no content.
+    """
 
     keys: frozenset[ContentKey]
     state: ContentsAt
@@ -68,11 +71,11 @@ class _CachedContents:
 
 
 class ReferenceStore:
-    """Reads `ref` at its head and commits to it, if it is a branch.
+    """Reads contents at `ref`, and commits to `ref` if it is a branch.
 
-    `author` and `properties` are added to every commit. Errors of the client pass unchanged, except in
-    commits: there they become PyIceberg's *failed* and *state unknown*. PyIceberg deletes the files of a
-    failed commit and keeps those of an unknown one.
+    `author` and `properties` are added to every commit. `now` returns seconds. Errors of the client are
+    raised unchanged, except in commits: there they become PyIceberg's *failed* and *state unknown*. PyIceberg
+    deletes the files of a failed commit and keeps those of an unknown one.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class ReferenceStore:
         self._properties = dict(properties)
 
     def read(self, *keys: ContentKey) -> ContentsAt:
-        """Read the contents of `keys`, and the hash at which they were read."""
+        """Read the contents of `keys` at `ref`, and the hash at which they were read."""
         started_at = self._now()
         state = self.client.contents_at(self.ref, keys)
         self._cached = _CachedContents(frozenset(keys), state, started_at)
@@ -101,7 +104,10 @@ class ReferenceStore:
 
     @property
     def last_hash(self) -> str | None:
-        """Hash of the reference at the last read or commit; None before that, or if a commit failed."""
+        """The hash of the reference at the last read or commit.
+
+        None before the first one, and after a failed commit.
+        """
         return self._cached.state.reference.hash if self._cached else None
 
     def get_cached(self, *keys: ContentKey) -> ContentsAt | None:
@@ -117,7 +123,10 @@ class ReferenceStore:
         return cached.state
 
     def iter_children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[ContentEntry]:
-        """Iterate over the entries of one content type directly under `namespace` (empty: at the top)."""
+        """Yield the entries of one content type directly under `namespace`.
+
+        The empty tuple is the top level.
+        """
         terms = [f"entry.contentType == '{content_type}'"]
         if not any("." in element for element in namespace):
             # CEL accepts JSON's string escapes. Its namespaces are joined by dots, so it cannot filter a
@@ -167,10 +176,11 @@ class ReferenceStore:
             raise CommitStateUnknownException(str(outcome_unknown)) from outcome_unknown
 
     def _is_committed(self, operations: Sequence[Operation]) -> bool:
-        """Check whether the tables are already as `operations` would leave them.
+        """Check whether Nessie already has the tables that `operations` would put.
 
-        Metadata files have unique names, so finding ours proves the commit. Not finding it proves nothing:
-        the request may still be under way, or others may have committed after it.
+        Metadata files have unique names, so finding the locations of these operations proves the commit. A
+        missing location proves nothing: the request may still be under way, or others may have committed
+        after it.
         """
         locations = {
             operation.key: operation.content.metadata_location
@@ -196,11 +206,12 @@ class ReferenceStore:
         *,
         cached_state: ContentsAt | None = None,
     ) -> None:
-        """Read `keys`, call `plan` with their contents for the operations, and commit these.
+        """Read `keys`, call `plan` with their contents, and commit the operations that it returns.
 
-        If one of the keys changes in between, this is repeated from the new state. So a lost race ends in the
-        error that `plan` raises for it, such as "already exists". `cached_state` is a state from
-        `get_cached`; it is tried first, and used only for a commit.
+        If `plan` returns no operations, nothing is committed. If one of the keys changes in between, all is
+        repeated from the new state. So a lost race ends in the error that `plan` raises for it, such as
+        "already exists". `cached_state` is a state from `get_cached`, with which the first attempt is made.
+        Raises CommitFailedException if the keys keep changing.
         """
 
         def states() -> Iterator[ContentsAt]:
@@ -249,7 +260,7 @@ def namespace_key(namespace: str | Identifier) -> ContentKey:
 
 
 def require_namespace(state: ContentsAt, key: ContentKey) -> Namespace:
-    """Return the namespace under `key`. Raises NoSuchNamespaceError."""
+    """Return the namespace under `key`. Raises NoSuchNamespaceError if there is none in `state`."""
     content = state.contents.get(key)
     if not isinstance(content, Namespace):
         # "exists" is the wording of PyIceberg's other catalogs, which callers match.
@@ -320,7 +331,7 @@ class NamespaceOperations(MetastoreCatalog, ABC):
             raise CommitFailedException(f"Another process changed namespace {key}. {conflict}") from conflict
 
     def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
-        """List the namespaces directly under `namespace`; an empty one stands for the top."""
+        """List the namespaces directly under `namespace`; without it, those of the top level."""
         if not namespace:
             return [entry.key.elements for entry in self._store.iter_children((), "NAMESPACE")]
         key = namespace_key(namespace)
@@ -336,7 +347,10 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     def update_namespace_properties(
         self, namespace: str | Identifier, removals: set[str] | None = None, updates: Properties = EMPTY_DICT
     ) -> PropertiesUpdateSummary:
-        """Remove and set properties in one commit. Raises ValueError if a key is in both."""
+        """Remove and set properties in one commit. Returns the names that were removed, updated and missing.
+
+        Raises ValueError if a name is in both arguments, and NoSuchNamespaceError.
+        """
         key = namespace_key(namespace)
         values = _to_string_properties(updates)
         summary: list[PropertiesUpdateSummary] = []

@@ -20,7 +20,7 @@ DEFAULT_AUTHOR = "branchlake"
 
 
 def commit_properties(properties: Mapping[str, str]) -> dict[str, str]:
-    """Return the properties for every commit: those named `commit.property.<name>`."""
+    """Return the properties named `commit.property.<name>`, by `<name>`. They are added to every commit."""
     return {
         name.removeprefix(COMMIT_PROPERTY): str(value)
         for name, value in properties.items()
@@ -33,7 +33,10 @@ def _parse_verify(value: str) -> bool | str:
 
 
 def build_client(properties: Mapping[str, str]) -> NessieClient:
-    """Build a client from `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle)."""
+    """Build a client from `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle).
+
+    Raises ConfigurationError if `uri` is missing or one of them is not valid.
+    """
     uri = properties.get(URI)
     if not uri:
         raise ConfigurationError(

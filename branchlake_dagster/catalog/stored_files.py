@@ -46,12 +46,12 @@ def is_local(location: str) -> bool:
 
 
 def local_path(location: str) -> Path:
-    """Return the path of a local location. Percent signs are part of the path, as for PyIceberg and Spark."""
+    """Return the path of a local location. Percent signs are not decoded, as in PyIceberg and Spark."""
     return Path(urlparse(location).path if location.startswith("file:") else location)
 
 
 def synchronize_files(locations: Iterable[str]) -> None:
-    """Wait until the disk holds these files and their names. Remote locations are skipped.
+    """Wait until these files and their folder entries are on disk. Remote locations are skipped.
 
     Costs 0.05 ms for a file that is on disk already. Raises OSError.
     """
@@ -83,7 +83,7 @@ def _synchronize_folder(path: Path) -> None:
 
 
 class DurableFileIO(PyArrowFileIO):
-    """PyArrow's FileIO, but closing a local file waits until it is on disk."""
+    """PyArrow's FileIO, except that closing a new local file waits until the file is on disk."""
 
     def new_output(self, location: str) -> PyArrowFile:
         """Return a file to write."""
@@ -140,21 +140,26 @@ class _DurableStream:
 
 
 REQUESTS_AT_ONCE = 16
-"""Most requests to a remote storage that run at the same time."""
+"""The largest number of concurrent requests to a remote storage."""
 
 MIN_LISTED_FILES = 300
-"""From this number of remote files on, folders that hold many of them are listed."""
+"""If at least this many remote files are requested, folders with many of them are listed instead."""
 
 _MIN_FOLDER_FILES = 20
-"""From this number of files in a folder on, listing the folder takes fewer requests. A page of a listing has
-1,000."""
+"""If at least this many files of a folder are requested, listing the folder takes fewer requests.
+
+A page of a listing has 1,000 files.
+"""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
 class StoredFileDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A file of a table exists, but its content is not what the table needs; `file` is its location."""
+    """A file of a table exists, but it is shorter than recorded or cannot be parsed.
+
+    `file` is its location.
+    """
 
     def __init__(self, message: str, *, file: str) -> None:
         super().__init__(message)
@@ -165,9 +170,10 @@ _snapshots = SnapshotCache()
 
 
 def read_content(io: FileIO, location: str, size: int = 0) -> bytes:
-    """Read the bytes of a file that must have at least `size` bytes.
+    """Return the bytes of a file that must have at least `size` bytes.
 
-    Raises FileNotFoundError, with the location as `filename`, or another OSError, and StoredFileDamaged.
+    Raises FileNotFoundError, with the location as `filename`, or another OSError. Raises StoredFileDamaged if
+    the file is shorter.
     """
     with _wrap_io_errors(location), io.new_input(location).open() as stream:
         content = stream.read()
@@ -177,7 +183,10 @@ def read_content(io: FileIO, location: str, size: int = 0) -> bytes:
 
 
 def read_metadata(io: FileIO, location: str) -> TableMetadata:
-    """Read the table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
+    """Read the table metadata in a file, which may be compressed.
+
+    Raises the errors of `read_content`, and StoredFileDamaged if the file cannot be parsed.
+    """
     content = read_content(io, location)
     with wrap_parse_errors(location):
         stream = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
@@ -185,7 +194,7 @@ def read_metadata(io: FileIO, location: str) -> TableMetadata:
 
 
 def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
-    """Read the fields of table metadata as the file has them. Raises as `read_metadata`.
+    """Return the JSON object of a table metadata file. Raises the errors of `read_metadata`.
 
     PyIceberg creates objects of all snapshots, which takes four times as long. Pydantic's parser takes half
     the time of Python's.
@@ -211,7 +220,7 @@ def _wrap_io_errors(location: str) -> Iterator[None]:
 
 @contextmanager
 def wrap_parse_errors(location: str) -> Iterator[None]:
-    """Raise StoredFileDamaged for an error that a parser raises for the content of a file."""
+    """Raise StoredFileDamaged for any error of the block, which parses the file at `location`."""
     try:
         yield
     except Exception as error:
@@ -232,11 +241,11 @@ class StoredFile:
 
 
 def file_errors(files: Sequence[StoredFile]) -> list[Exception | None]:
-    """Find what is wrong with each file, in the order of `files`; None if it exists and is long enough.
+    """Return the error of each file, in the order of `files`; None if it exists and is long enough.
 
-    FileNotFoundError and StoredFileDamaged are answers of the storage; any other OSError means that it did
-    not answer. An error of another class, as for an unknown scheme, concerns its file alone. No file is
-    opened. Costs one request per file, or one listing per folder if many files are requested.
+    FileNotFoundError and StoredFileDamaged are answers of the storage; any other OSError means that the
+    storage did not answer. An error of another class, as for an unknown scheme, concerns its file alone. No
+    file is opened. Costs one request per file, or one listing per folder if many files are requested.
     """
     sizes = _list_sizes([file for file in files if not is_local(file.location)])
     return map_concurrently(lambda file: _file_error(file, sizes.get(file.location)), files, _get_location)
@@ -328,8 +337,9 @@ def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ..
         properties: The table's properties; those with paths are read.
 
     Returns:
-        The prefix of the location, then the paths outside it. Each ends with a slash, except for a location
-        that the catalog chose: there the UUID is left out, so all tables of one name share a prefix.
+        The prefix of the table's location, then the paths outside it. A prefix ends with a slash, except if
+        the catalog chose the location: then the table's UUID is omitted, so that all tables of one name
+        have the same prefix.
     """
     table_folder = f"{location.rstrip('/')}/"
     paths = [f"{properties[name].rstrip('/')}/" for name in _PATHS if properties.get(name)]
@@ -341,7 +351,10 @@ def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ..
 
 
 def is_chosen_name(name: str, base: str) -> bool:
-    """Return whether a folder's name is `base`, which ends with `_`, and then what the catalog adds to it."""
+    """Return whether the catalog has built a folder's name from `base`, which ends with `_`.
+
+    The catalog appends the table's UUID, after a batch id for a staging table.
+    """
     unique = _UNIQUE.search(name)
     return unique is not None and name[: unique.start()] == base
 

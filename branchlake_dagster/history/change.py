@@ -142,7 +142,7 @@ class ChangeSet:
 
     @property
     def rows_changed(self) -> int:
-        """The sum of `rows_added` and `rows_removed`. Unchanged rows of rewritten files are counted in both."""
+        """The sum of `rows_added` and `rows_removed`. Unchanged rows of rewritten files count in both."""
         return self.rows_added + self.rows_removed
 
     @property
