@@ -106,7 +106,10 @@ class NessieClient:
         return self.config().no_ancestor_hash
 
     def reference(self, name: str, *, fetch_metadata: bool = False) -> Reference:
-        """Return a branch or tag by name. `fetch_metadata` adds a comparison with the default branch."""
+        """Return a branch or tag by name. Raises ReferenceNotFound.
+
+        `fetch_metadata` adds a comparison with the default branch.
+        """
         return self._read(
             f"trees/{parse_ref(parse_name(name)).path}",
             lambda data: codec.parse_reference(data["reference"]),
@@ -129,7 +132,10 @@ class NessieClient:
         fetch_metadata: bool = False,
         page_size: int = 500,
     ) -> Iterator[Reference]:
-        """Iterate over all branches and tags. `filter` is a CEL expression on `ref` and `refMeta`."""
+        """Yield all branches and tags. `filter` is a CEL expression on `ref` and `refMeta`.
+
+        `fetch_metadata` adds a comparison of each with the default branch.
+        """
         params = _drop_none(filter=filter, fetch="ALL" if fetch_metadata else None)
         return paging.iter_items(
             self._pages("trees", "references", codec.parse_reference, params, page_size, "list references")
@@ -144,7 +150,7 @@ class NessieClient:
         return self._create(ReferenceType.BRANCH, name, from_ref, from_hash)
 
     def create_tag(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Create a tag at `from_hash`, under the same rules as `create_branch`."""
+        """Create a tag at `from_hash`, by the same rules as `create_branch`."""
         return self._create(ReferenceType.TAG, name, from_ref, from_hash)
 
     def delete_branch(self, name: str, *, expected_hash: str) -> None:
@@ -213,14 +219,17 @@ class NessieClient:
         return contents[key]
 
     def contents(self, ref: str, keys: Iterable[ContentKey]) -> Mapping[ContentKey, Content]:
-        """Return the contents of `keys` at `ref`, read at one hash.
+        """Return the contents of `keys` at `ref`, by key, all read at one hash.
 
-        The result omits keys that do not exist.
+        Keys that do not exist are left out.
         """
         return self.contents_at(ref, keys).contents
 
     def contents_at(self, ref: str, keys: Iterable[ContentKey]) -> ContentsAt:
-        """Return `contents` together with the hash at which they were read, for a later compare-and-swap."""
+        """Return the contents of `keys` at `ref`, and the hash at which they were read.
+
+        With this hash as the expected hash, a later commit fails if a key has changed.
+        """
         # The keys are in the body, not in the path, so that their elements may contain dots and slashes.
         return self._read(
             f"trees/{parse_ref(ref).path}/contents",
@@ -238,7 +247,10 @@ class NessieClient:
         fetch_content: bool = False,
         page_size: int = 500,
     ) -> Iterator[ContentEntry]:
-        """Iterate over all keys at `ref`, read at one hash. `filter` is a CEL expression on `entry`."""
+        """Yield the entries of all keys at `ref`, read at one hash. `filter` is a CEL expression on `entry`.
+
+        `fetch_content` adds the contents.
+        """
         params = _drop_none(filter=filter, content="true" if fetch_content else None)
 
         def path(page: Mapping[str, Any] | None) -> str:
@@ -312,7 +324,7 @@ class NessieClient:
             raise ReferenceNotFound(f"The history of {ref} has no commit {since}.", branch=ref, status=404)
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
-        """Iterate over the keys whose content differs between two references.
+        """Yield the keys whose content differs between two references, with both contents.
 
         Each reference is read at one hash.
         """
@@ -385,10 +397,11 @@ class NessieClient:
     ) -> MergeResult:
         """Merge the commits of branch `from_name` up to `from_hash` into branch `into`, as one commit.
 
-        Key conflicts are returned in the result, not raised. The merge is repeated after an unknown outcome:
-        a repeated merge returns "successful, not applied". The result is the same if `key_merge_modes` drops
-        every changed key. A merge does not check keys that the source only read. There is deliberately no dry
-        run: the server treats a misspelled flag as a real merge.
+        Key conflicts are returned in the result, not raised. After an unknown outcome, the merge is repeated:
+        if the first merge was applied, the repeated merge returns `applied=False` and `successful=True`. A
+        merge that drops every changed key by `key_merge_modes` has the same result. A merge does not check
+        keys that the source only read. There is deliberately no dry run: the server treats a misspelled flag
+        as a real merge.
         """
         path = parse_ref(f"{parse_name(into)}@{expected_hash}").path
         modes = [

@@ -1,4 +1,4 @@
-"""The errors of calls to Nessie, and the repetition of failed calls: policy, budget and circuit breaker.
+"""The errors of calls to Nessie, and what limits repeated calls: policy, budget and circuit breaker.
 
 The policy decides by the marker class of the error, never by its message. The budget keeps repeated calls a
 small share of all calls, so that they do not flood a service in trouble. The breaker blocks all calls to a
@@ -55,7 +55,7 @@ class NessieRefused(NessieError, Terminal):
 class NotNessie(NessieRefused):
     """The answer is complete, but not from Nessie: a proxy's page, or a 4xx status without a reason.
 
-    The call is repeated before this error is raised.
+    The request is repeated by the retry policy before this error is raised.
     """
 
 
@@ -64,7 +64,7 @@ class NessieUnauthorized(NessieError, Terminal):
 
 
 class NessieNotFound(NessieError, Terminal):
-    """Something that the request names does not exist (404)."""
+    """A reference or content that the request names does not exist (404)."""
 
 
 class ReferenceNotFound(NessieNotFound):
@@ -106,11 +106,14 @@ class NessieConflict(NessieError, Terminal):
 
 
 class NessieUnavailable(NessieError, Transient):
-    """The request was certainly not applied: no connection, 429, or a read that failed on the server."""
+    """The request was certainly not applied.
+
+    There was no connection, the server answered 429, or a request that only reads failed.
+    """
 
 
 class NessieOutcomeUnknown(NessieError, OutcomeUnknown):
-    """A change was sent, but its answer was lost, came too late or was a 5xx status."""
+    """A change was sent, but its answer was lost, came too late, was unreadable or had a 5xx status."""
 
 
 def may_succeed_later(error: BaseException) -> bool:
@@ -216,9 +219,9 @@ class Breaker:
             return 0.0
 
     def record_result(self, *, failed: bool) -> None:
-        """Record the result of a call.
+        """Record the result of a call that `seconds_to_wait` has allowed.
 
-        `failed`: the service did not answer, or its answer shows a failure.
+        `failed` is True if the service did not answer, or if its answer shows a failure.
         """
         with self._lock:
             now = self._clock()
@@ -257,14 +260,14 @@ class RetryPolicy:
     def run_attempts(
         self, attempt: Callable[[bool], T], *, sleep: Callable[[float], None], repeatable: bool = False
     ) -> T:
-        """Call `attempt(doubt)` until it succeeds or must not be repeated.
+        """Call `attempt(doubt)` until it succeeds or must not be repeated, and return its result.
 
         Transient errors are repeated, and so are answers that do not come from Nessie. Unknown outcomes are
         repeated only if `repeatable`: then repeating the call must have the same effect as one call. `doubt`
-        is True after an attempt with an unknown outcome.
+        is True after an attempt with an unknown outcome. `sleep` waits for a number of seconds.
 
         A failed repeat does not make the first outcome known. So NessieOutcomeUnknown is raised even if the
-        last failure was a refused connection. Otherwise the caller would take the change as not applied, and
+        last failure was a refused connection. Otherwise the caller would treat the change as not applied, and
         publish twice or delete files that are in use.
         """
         unknown_outcome: NessieOutcomeUnknown | None = None

@@ -103,7 +103,7 @@ def parse_content(data: JsonObject) -> Content:
 
 
 def content_to_json(value: Content) -> dict[str, Any]:
-    """Build the JSON of a content for a put operation. Without a content id, the put creates the content."""
+    """Return the JSON of a content for a put operation. Without a content id, the put creates the content."""
     body: dict[str, Any]
     if isinstance(value, IcebergTable):
         body = {
@@ -222,7 +222,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """One answer of a listing: its items, and its JSON with the page token and the hash of the listing."""
+    """A page of a listing: its items, and its JSON, which has the page token and the listing's hash."""
 
     data: Mapping[str, Any]
     items: Sequence[T]
@@ -231,10 +231,11 @@ class Page(Generic[T]):
 def iter_pages(
     fetch: Callable[[str, Mapping[str, str]], Page[T]], path: Callable[[Mapping[str, Any] | None], str]
 ) -> Iterator[Page[T]]:
-    """Iterate over all pages of a listing. Each page is fetched when it is needed.
+    """Yield all pages of a listing. Each page is fetched when it is needed.
 
-    `path(None)` is the path of the first page, and `path(page)` that of the page after `page`. A listing of a
-    branch continues at the hash of its first page. Otherwise commits between two pages would mix two states.
+    `path(None)` returns the path of the first page, and `path(page)` that of the page after the JSON `page`.
+    A listing of a branch continues at the hash of its first page. Otherwise commits between two pages would
+    mix two states.
     """
     page = fetch(path(None), {})
     while True:

@@ -50,7 +50,10 @@ class ContentKey(tuple[str, ...]):
 
     @classmethod
     def from_path(cls, path: str) -> ContentKey:
-        """Parse a dotted path. An element that contains dots is in backticks, as in Spark SQL."""
+        """Parse a dotted path. An element that contains dots is in backticks, as in Spark SQL.
+
+        Raises ValueError if the path is not valid.
+        """
         elements: list[str] = []
         position = 0
         while match := _PATH.match(path, position):
@@ -78,7 +81,7 @@ class ContentKey(tuple[str, ...]):
 
     @property
     def parent(self) -> tuple[str, ...]:
-        """Return the elements of the namespace that holds this key. The result is empty at the top level."""
+        """Return the elements of the key's namespace; the empty tuple at the top level."""
         return tuple(self[:-1])
 
     def __str__(self) -> str:
@@ -133,7 +136,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class IcebergTable:
-    """A table's current Iceberg metadata file and its current ids.
+    """The content of a table: its current Iceberg metadata file and its current ids.
 
     `content_id` is None until the first commit.
     """
@@ -157,7 +160,10 @@ class Namespace:
 
 @dataclass(frozen=True)
 class OtherContent:
-    """A content that the lake keeps but does not interpret: `ICEBERG_VIEW`, `UDF`. `payload` is its JSON."""
+    """A content of another type, such as `ICEBERG_VIEW` or `UDF`, which branchlake does not interpret.
+
+    `payload` is its JSON without the id and the type.
+    """
 
     content_id: str | None
     type: str
@@ -169,7 +175,10 @@ Content = IcebergTable | Namespace | OtherContent
 
 @dataclass(frozen=True)
 class Put:
-    """Create or update the content of `key`. Without a content id the operation creates the content."""
+    """The operation that creates or updates the content of `key`.
+
+    If the content has no content id, the operation creates it.
+    """
 
     key: ContentKey
     content: Content
@@ -177,14 +186,14 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Remove `key`."""
+    """The operation that removes the content of `key`."""
 
     key: ContentKey
 
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Refuse the commit if `key` changed since the expected hash."""
+    """The condition that `key` has not changed since the expected hash; otherwise the commit is refused."""
 
     key: ContentKey
 
@@ -194,10 +203,10 @@ Operation = Put | Delete | Unchanged
 
 @dataclass(frozen=True)
 class KeyConflict:
-    """The reason why a key blocks a commit or merge. If `key` is None, the reference itself is the reason.
+    """A conflict that blocks a commit or merge: the key and the reason.
 
-    `kind` is the server's conflict type, for example `VALUE_DIFFERS`, `KEY_EXISTS`, `KEY_DOES_NOT_EXIST`,
-    `NAMESPACE_ABSENT` or `UNEXPECTED_HASH`.
+    If `key` is None, the conflict concerns the reference itself. `kind` is the server's conflict type, for
+    example `VALUE_DIFFERS`, `KEY_EXISTS`, `KEY_DOES_NOT_EXIST`, `NAMESPACE_ABSENT` or `UNEXPECTED_HASH`.
     """
 
     key: ContentKey | None
@@ -234,7 +243,10 @@ class CommitResult:
 
 @dataclass(frozen=True)
 class DiffEntry:
-    """One key that differs between two references. The content is None on the side that lacks the key."""
+    """A key whose content differs between two references.
+
+    The content is None in a reference that lacks the key.
+    """
 
     key: ContentKey
     from_content: Content | None
@@ -243,7 +255,7 @@ class DiffEntry:
 
 @dataclass(frozen=True)
 class DiffAt:
-    """A complete difference, and its right reference pinned to the hash at which it was read."""
+    """All differences between two references. `to_reference` has the hash at which the right one was read."""
 
     to_reference: Reference
     entries: tuple[DiffEntry, ...]
@@ -251,7 +263,7 @@ class DiffAt:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One commit. `operations` is empty unless the caller requested the operations."""
+    """A commit in the log. `operations` is empty unless the caller requested the operations."""
 
     commit: CommitMeta
     operations: tuple[Operation, ...]
@@ -259,7 +271,10 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class ContentEntry:
-    """One key in a listing. `content` is None unless the caller requested the contents."""
+    """A key in a listing, with its content type and id.
+
+    `content` is None unless the caller requested the contents.
+    """
 
     key: ContentKey
     type: str
@@ -279,7 +294,10 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ContentsAt:
-    """Contents that were read together, and the reference pinned to the hash at which they were read."""
+    """Contents by key that were read together. `reference` has the hash at which they were read.
+
+    Keys without content are left out.
+    """
 
     reference: Reference
     contents: Mapping[ContentKey, Content] = field(hash=False)
@@ -300,7 +318,7 @@ class RefArgument:
 
     @property
     def path(self) -> str:
-        """Return the URL path segment of the reference in Nessie's API v2."""
+        """Return the reference as a segment of a URL path of Nessie's API v2."""
         return quote(self.name, safe="") + (f"@{self.hash}" if self.hash else "")
 
 
@@ -332,7 +350,7 @@ def parse_ref(ref: str) -> RefArgument:
 
 
 def parse_name(ref: str) -> str:
-    """Return a plain branch or tag name. Raises NessieRefused if `ref` contains a hash."""
+    """Return `ref` if it is a plain branch or tag name. Raises NessieRefused if it contains a hash."""
     parsed = parse_ref(ref)
     if parsed.hash or not parsed.name:
         raise NessieRefused(

@@ -42,7 +42,10 @@ _NOT_NESSIE_HINT = "Check that BRANCHLAKE_NESSIE_URI is the address of Nessie's 
 
 
 def _parse_conflicts(payload: Mapping[str, Any]) -> tuple[KeyConflict, ...]:
-    """Parse the conflicts in `errorDetails`. Servers older than spec 2.0 send none."""
+    """Parse the conflicts in `errorDetails`. Empty if they cannot be parsed or the server sent none.
+
+    Servers older than spec 2.0 send none.
+    """
     details = payload.get("errorDetails") or {}
     try:
         return tuple(codec.parse_conflict(item) for item in details.get("conflicts") or ())
@@ -100,10 +103,11 @@ def _error_from_empty_refusal(status: int, message: str, *, changes: bool) -> Ne
 
 
 def error_from_unreadable(status: int, body: str, *, action: str, changes: bool, server: str) -> NessieError:
-    """Return the error for a 2xx answer whose body is not what the API promises.
+    """Return the error for a 2xx answer whose body cannot be decoded as the API specifies.
 
-    A truncated read may be repeated: nine of 21 failed runs behind a lossy network failed by one. A page of
-    HTML, or complete JSON of another shape, does not come from Nessie.
+    If the request changes something, the outcome is unknown. A truncated answer to a read may be requested
+    again: nine of 21 failed runs behind a lossy network failed by one. A page of HTML, or complete JSON of
+    another shape, does not come from Nessie.
     """
     message = f"Nessie at {server} was asked to {action}, and its answer is unreadable (HTTP {status})."
     if changes:
@@ -216,7 +220,7 @@ def validate_token(token: str | None) -> str | None:
 
 
 def validate_verify(verify: bool | str) -> bool | str:
-    """Return `verify` as requests takes it. Raises ConfigurationError if the CA bundle does not exist."""
+    """Return `verify` unchanged. Raises ConfigurationError if it is the path of a missing CA bundle."""
     if isinstance(verify, str) and not Path(verify).exists():
         raise ConfigurationError(
             f"The CA bundle {verify} does not exist.",
@@ -262,7 +266,7 @@ class Transport(Protocol):
 
 
 class GuardedTransport:
-    """A transport behind a circuit breaker: it sends nothing to a failing Nessie for some seconds.
+    """A transport with a circuit breaker: it sends nothing to a failing Nessie for some seconds.
 
     Otherwise a hundred waiting runs would send all their requests, each four times, to a starting server.
     """
@@ -316,12 +320,11 @@ class GuardedTransport:
 
 
 class HttpTransport:
-    """HTTP requests whose failures are raised as NessieError.
+    """Sends HTTP requests to Nessie, and raises their failures as NessieError.
 
-    This class knows nothing of Nessie's objects.
-
-    `verify` is True, False, or the path of a CA bundle. Timeouts are in seconds. The read timeout limits the
-    time without data, not the duration of the whole call. Threads may share a transport.
+    This class does not depend on Nessie's references and contents. `verify` is True, False, or the path of a
+    CA bundle. Timeouts are in seconds. The read timeout limits the time without data, not the duration of the
+    whole call. Threads may share a transport.
     """
 
     def __init__(
@@ -428,9 +431,9 @@ class HttpTransport:
 
 
 def _redact(data: object, secret: str | None) -> object:
-    """Replace the secret in every string of decoded JSON.
+    """Return decoded JSON with the secret replaced by `***` in every string.
 
-    The raw text is not enough: escapes could hide it.
+    Replacing it in the raw text is not enough, because JSON escapes could hide it.
     """
     if secret is None:
         return data
