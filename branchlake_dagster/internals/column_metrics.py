@@ -54,8 +54,10 @@ _VARIABLE_LENGTH = (
     ice.GeometryType,
     ice.GeographyType,
 )
-"""Types with values of over 4 kB: Arrow and parquet-java write no bounds for a row group with such a
-value."""
+"""Types whose values may have over 4 kB.
+
+Arrow and parquet-java write no bounds for a row group with such a value.
+"""
 
 _WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
     ice.BooleanType: (1,),
@@ -77,10 +79,10 @@ were written before a type promotion."""
 
 @dataclass(frozen=True, slots=True)
 class ReliableMetrics:
-    """The reliable metrics of some columns of one file, by field id. An absent value is unknown.
+    """The reliable metrics of some columns of one file, by field id. A missing metric is unknown.
 
-    Each value that is neither null nor NaN is within the bounds. Text bounds may be truncated, and are then
-    wider. PyIceberg's evaluators read these attributes, so they are named as in `DataFile`.
+    Each value that is neither null nor NaN is within the bounds. Text bounds may be truncated, so that they
+    include more values. PyIceberg's evaluators read these attributes, so they are named as in `DataFile`.
     """
 
     record_count: int
@@ -91,9 +93,9 @@ class ReliableMetrics:
     upper_bounds: Mapping[int, bytes] = field(default_factory=dict)
 
     def for_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
-        """Remove the bounds of columns that may hold nulls or NaN.
+        """Return the metrics without the bounds of columns that may have nulls or NaN.
 
-        Such rows are outside any bounds.
+        Rows with null or NaN are outside any bounds.
         """
         complete_ids = {column.field_id for column in fields if self._has_values_only(column)}
         return replace(
@@ -169,7 +171,7 @@ def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
 
 
 def bound_value(stored: bytes, column_type: ice.PrimitiveType) -> Any:
-    """Convert a bound to a value; None if it is NaN, or its type cannot be read as `column_type`."""
+    """Convert a bound to a value; None if it is NaN, or if the bytes cannot be decoded as `column_type`."""
     widths = _WIDTHS.get(type(column_type))
     if widths is not None and len(stored) not in widths:
         return None
@@ -201,7 +203,10 @@ class DataPaths:
 
 
 def data_paths(file: DataFile) -> DataPaths | None:
-    """Return the paths that a file of position deletes may name; None if its manifest entry has no bounds."""
+    """Return the range of data file paths that a file of position deletes may refer to.
+
+    None if its manifest entry has no bounds of paths.
+    """
     low = (file.lower_bounds or {}).get(DATA_PATH)
     high = (file.upper_bounds or {}).get(DATA_PATH)
     return None if low is None or high is None else DataPaths(low, high)
@@ -211,7 +216,7 @@ def data_paths(file: DataFile) -> DataPaths | None:
 
 
 class ReliableInclusiveEvaluator(_InclusiveMetricsEvaluator):  # type: ignore[misc]  # untyped
-    """Checks whether a file may hold matching rows. Scans use it to skip files."""
+    """Checks whether a file may have matching rows. Scans use it to skip files."""
 
     def __init__(
         self,
@@ -311,7 +316,7 @@ def _safe_statistics(
 
 
 def _find_partial_columns(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]]:
-    """Find the columns without bounds in some row group, and those without a null count in some row group.
+    """Return the columns without bounds in some row group, and those without a null count in some row group.
 
     Columns are named by their path.
     """

@@ -1,7 +1,7 @@
-"""The names that branchlake uses of Dagster 1.13 but that `import dagster` does not export.
+"""Uses parts of Dagster 1.13 that `import dagster` does not export.
 
-`report_observations` stores many events that belong to no run. Dagster's public call stores each in its own
-transactions. With it, the observations of ten thousand partitions took a minute; here they take 3 s.
+`report_observations` stores many events that belong to no run. Dagster's public call stores each event in
+separate transactions. With it, the observations of ten thousand partitions took a minute; here they take 3 s.
 `CopiedByFields` copies a resource without validation. Dagster requests such copies for each run.
 """
 
@@ -142,7 +142,7 @@ def report_engine_event(
 def report_planned_again(
     instance: DagsterInstance, run: DagsterRun, key: AssetKey, partition: str | None, step_key: str | None
 ) -> None:
-    """Report again that a run intends to materialize an asset, which revokes its materialization.
+    """Log again that a run plans to materialize an asset, which revokes its materialization.
 
     Dagster counts a partition as failed if its newest planned materialization has no materialization after
     it, and its run failed. No public call logs that event.
@@ -160,7 +160,7 @@ def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]
 
 
 def build_engine_event(plan_context: Any, message: str) -> DagsterEvent:
-    """Build the event of `report_engine_event` inside an executor, which must yield it."""
+    """Return an engine event with a message, for an executor, which must yield it."""
     return DagsterEvent.engine_event(plan_context, message, EngineEventData({}))
 
 
@@ -175,7 +175,7 @@ def asset_graph_of(job: Any) -> AssetGraph:
 def load_closed_backfills(
     instance: DagsterInstance, *, after: datetime, limit: int
 ) -> Sequence[PartitionBackfill]:
-    """Load the newest asset backfills that were created after `after` and closed as successful."""
+    """Load up to `limit` successful asset backfills that were created after `after`, newest first."""
     backfill_filter = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
     return [
         backfill
@@ -190,7 +190,10 @@ def fail_backfill(
     graph: AssetGraph,
     missing: Iterable[tuple[AssetKey, str | None]],
 ) -> None:
-    """Move partitions of a closed asset backfill from the materialized ones to the failed ones."""
+    """Move the partitions `missing` of a successful asset backfill to the failed ones.
+
+    The backfill then has the status COMPLETED_FAILED.
+    """
     data = backfill.get_asset_backfill_data(graph)
     failed = AssetGraphSubset.from_asset_partition_set(
         {AssetKeyPartitionKey(*asset_partition) for asset_partition in missing}, graph
@@ -238,7 +241,7 @@ def add_loaded_input_metadata(context: InputContext, metadata: Mapping[str, Any]
     """Add metadata to the LOADED_INPUT event of an input, without other effects.
 
     `add_input_metadata` also reports an observation of the upstream asset, which Dagster treats as an update
-    of an external asset. It raises for an input of several partitions.
+    of an external asset. That method raises an error for an input of several partitions.
     """
     context._user_generated_metadata = {**context._user_generated_metadata, **metadata}
 
@@ -254,7 +257,10 @@ def add_asset_backfill(
     description: str,
     requested_at: float,
 ) -> str:
-    """Request a backfill of one asset, as the launch dialog of Dagster's page does. Returns its id."""
+    """Request a backfill of one asset, as the launch dialog of Dagster's page does. Returns its id.
+
+    `partitions` is None for an asset without partitions. `requested_at` is a POSIX time in seconds.
+    """
     names: Sequence[str | None] = [None] if partitions is None else partitions
     asset_partitions = {AssetKeyPartitionKey(key, name) for name in names}
     backfill = PartitionBackfill.from_asset_graph_subset(
@@ -272,7 +278,10 @@ def add_asset_backfill(
 
 
 def load_backfill(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) -> BackfillState | None:
-    """Load the state of a backfill of one asset; None if the id does not exist."""
+    """Load the state of an asset backfill, by its first asset.
+
+    None if the id does not exist or is not an asset backfill.
+    """
     backfill = instance.get_backfill(backfill_id)
     if backfill is None or not backfill.asset_selection:
         return None
@@ -316,7 +325,9 @@ def _build_backfill_state(backfill: PartitionBackfill, key: AssetKey, graph: Ass
 class BackfillState:
     """The state of a backfill of one asset.
 
-    `partitions` is None if the asset has no partitions. `requested_at` is a POSIX time stamp.
+    `status` is Dagster's status in lower case, such as `completed_success`. `partitions` are the requested
+    partitions; None if the asset has no partitions. `done` and `failed` are those that were materialized and
+    those that failed. `why` is the description. `requested_at` is a POSIX time in seconds.
     """
 
     key: AssetKey
@@ -331,7 +342,7 @@ class BackfillState:
 
 @dataclass(frozen=True)
 class SensorTicks:
-    """Whether a sensor was started or stopped, and whether it has ticked.
+    """Whether a user has started or stopped a sensor, and whether the sensor has ticked.
 
     `started` is True or False if a user switched the sensor on or off, else None.
     """
@@ -341,7 +352,7 @@ class SensorTicks:
 
 
 def load_sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
-    """Load what Dagster has recorded of a sensor of this name in any code location; None if nothing.
+    """Load the recorded state of a sensor of this name in any code location; None if there is no record.
 
     If several sensors have the name, the most active one counts.
     """
@@ -357,14 +368,14 @@ def load_sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | Non
 
 @dataclass(frozen=True)
 class NamedLocation:
-    """A code location as a project's file names it. `target` is None if a gRPC server loads it."""
+    """A code location that a project's file names. `target` is None if a gRPC server loads it."""
 
     name: str
     target: LoadableTargetOrigin | None
 
 
 def module_location(module: str) -> NamedLocation:
-    """Return the code location of a module, as `dagster dev -m` reads it."""
+    """Return the code location of a module, as `dagster dev -m` would load it."""
     return NamedLocation(module, LoadableTargetOrigin(module_name=module))
 
 
@@ -482,9 +493,9 @@ def _build_entry(observation: AssetObservation) -> EventLogEntry:
 
 
 def _store_in_sqlite(storage: SqliteEventLogStorage, entries: Sequence[EventLogEntry]) -> None:
-    """Store events like `store_event`, but in one transaction per database.
+    """Store events like `store_event`, but in one transaction for each of two databases.
 
-    The databases are that of runless events and the index of all runs.
+    These are the database of events without a run, and the index of all runs.
     """
     statements = [storage.prepare_insert_event(entry) for entry in entries]
     with storage.run_connection(RUNLESS_RUN_ID) as conn:
@@ -521,8 +532,8 @@ class CopiedByFields(ConfigurableResourceFactory[Any]):
 
 
 def _is_same_value(current: Any, value: Any) -> bool:
-    """Check whether a field keeps its value.
+    """Check whether two values of a field have the same type and are equal.
 
-    A `dg.EnvVar` is a subclass of str, so a string that equals it is another value.
+    The type counts because a `dg.EnvVar` is a subclass of str, and equals a string that is not a variable.
     """
     return current is value or (type(current) is type(value) and bool(current == value))

@@ -65,7 +65,7 @@ __all__ = [
 
 
 def find_code_location(context: LaunchRunContext) -> GrpcServerCodeLocation | None:
-    """Return the code location of a run; None if no process of its own serves it."""
+    """Return the code location of a run; None if it is not served by a separate code server process."""
     from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
 
     run = context.dagster_run
@@ -107,10 +107,10 @@ def load_server_id(location: GrpcServerCodeLocation) -> str:
 
 
 def load_repository_data(instance: DagsterInstance, run: DagsterRun) -> str | None:
-    """Load the serialized data that a run's process needs to load the definitions; None if it needs none.
+    """Return the serialized data that a run's process needs to load the definitions; None if it needs none.
 
-    The data has the name of the code location, and what definitions computed while they loaded: assets of
-    integrations, or components with state.
+    The data has the name of the code location, and what definitions computed while they were loaded: assets
+    of integrations, or components with state.
     """
     if not run.has_repository_load_data or run.execution_plan_snapshot_id is None:
         return None
@@ -126,7 +126,10 @@ def inject_secrets(instance_ref: InstanceRef, location_name: str | None) -> None
 
 
 def load_repository(origin: RepositoryPythonOrigin, load_data: str | None) -> RepositoryDefinition:
-    """Import the code and build all its definitions, so that `execute_launched_run` finds them built."""
+    """Import the code and build all its definitions, so that `execute_launched_run` need not build them.
+
+    `load_data` is the result of `load_repository_data`.
+    """
     data = None if load_data is None else deserialize_value(load_data, RepositoryLoadData)
     repository = recon_repository_from_origin(origin).with_repository_load_data(data).get_definition()
     repository.load_all_definitions()
@@ -167,7 +170,7 @@ def execute_launched_run(instance: DagsterInstance, run_id: str) -> None:
 
 
 def format_crash(run_id: str, exit_code: int) -> str:
-    """Format how the process of a run ended, in Dagster's words. A negative code is a signal."""
+    """Return Dagster's sentence on how the process of a run ended. A negative exit code is a signal."""
     return get_run_crash_explanation(f"Run execution process for {run_id}", exit_code)
 
 
@@ -179,13 +182,13 @@ STORAGES = (
 """The modules of Dagster's default storage that create SQLite engines."""
 
 _ENGINES = 32
-"""Most engines that may be in use at once; a run uses four."""
+"""The largest number of cached engines; a run uses four."""
 
 
 def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> None:
-    """Create the engine of each of Dagster's SQLite databases once per process, and `prepare` it.
+    """Make Dagster create the engine of each SQLite database once per process, and call `prepare` with it.
 
-    Cached engines hold no connection: all connections are opened and closed as before.
+    Cached engines keep no connection open: all connections are opened and closed as before.
     """
     for name in STORAGES:
         storage = import_module(name)
@@ -195,7 +198,10 @@ def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> 
 def cache_engines(
     create: Callable[..., Engine], prepare: Callable[[Engine], None] = lambda _: None
 ) -> Callable[..., Engine]:
-    """Wrap `create` so that it caches engines which close each connection after use."""
+    """Return a function like `create` that caches engines which close each connection after use.
+
+    Other engines are created anew. `prepare` is called with each cached engine once.
+    """
 
     @lru_cache(maxsize=_ENGINES)
     def get_engine(url: str, timeout: float | None) -> Engine:

@@ -13,11 +13,11 @@ _MOST_FILES = 8
 
 
 class ChannelClosed(EOFError):  # noqa: N818 - named like the other outcomes
-    """The other end has closed, so it will not do what was requested of it."""
+    """The other process has closed the channel, so it will not answer."""
 
 
 def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, with copies of the file descriptors `descriptors`. Raises OSError."""
+    """Send one message as JSON, with copies of the open file descriptors `descriptors`. Raises OSError."""
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
         # One byte carries the descriptors, so that they cannot be lost in a partial write of the message.
@@ -26,9 +26,9 @@ def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: S
 
 
 def receive_message(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive the next message and its file descriptors.
+    """Wait for the next message; return it and its file descriptors, which the caller must close.
 
-    Raises ChannelClosed or TimeoutError.
+    Raises ChannelClosed, TimeoutError or another OSError.
     """
     received: list[int] = []
     data = b""

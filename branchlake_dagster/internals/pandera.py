@@ -21,10 +21,11 @@ def get_builtin_check(check: Check) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def find_check_method(check: Check) -> tuple[Callable[..., Any], Any] | None:
-    """Find the user's function behind a `@pandera.check` method, and its model; None if there is none.
+    """Return the user's function behind a `@pandera.check` method, and its model class, or None.
 
-    pandera wraps the method in a closure over the model class and its own record of the check. If another
-    version of pandera wraps it in another way, only the fast path is lost: the check then runs in pandera.
+    None if the check is not such a method. pandera wraps the method in a closure over the model class and its
+    own record of the check. If another version of pandera wraps it in another way, only the fast path is
+    lost: the check then runs in pandera.
     """
     function: Any = check._check_fn
     if not inspect.isfunction(function):

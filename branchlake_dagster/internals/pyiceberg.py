@@ -87,7 +87,7 @@ __all__ = [
 
 
 class _FixedTransaction(Transaction):
-    """A transaction whose metadata is always that of the table.
+    """A transaction whose metadata is always that of the table, without its own updates.
 
     PyIceberg's snapshot producers read the metadata often, and PyIceberg's own transaction copies all of it
     each time.
@@ -144,14 +144,15 @@ def build_snapshot(
     written_paths: list[str],
     manifests_of: Collection[int] | None = None,
 ) -> tuple[TableUpdate, ...]:
-    """Build a snapshot on `table` from existing files, as updates. Nothing is committed.
+    """Build a snapshot on `table` from existing files, and return its updates. Nothing is committed.
 
     This uses the producers of PyIceberg's own `append` and `overwrite`; PyIceberg exports none that takes
-    both added and removed files. The manifests that it writes are added to `written_paths`, also after an
-    error. Raises ValidationException if `table` no longer has one of the removed files.
+    both added and removed files. The paths of the manifests that it writes are added to `written_paths`, also
+    after an error. Raises ValidationException if `table` no longer has one of the removed files.
 
     With `manifests_of`, removed files are searched only in the manifests that these snapshots added, so that
-    the cost does not grow with the table. Then ValidationException can also mean that they are in others.
+    the cost does not grow with the table. ValidationException can then also mean that a file is in another
+    manifest.
     """
     removed_files = list(removed)
     producer_class = _OverwriteFiles if removed_files else _FastAppendFiles
@@ -173,11 +174,12 @@ def build_snapshot(
 
 
 def build_manifest_rewrite(table: Table, *, written_paths: list[str]) -> tuple[TableUpdate, ...]:
-    """Build a snapshot whose data manifests are merged up to `commit.manifest.target-size-bytes`, as updates.
+    """Build a snapshot with merged data manifests, and return its updates. Nothing is committed.
 
-    Nothing is committed. Its operation is `replace`. The entries keep their snapshots and sequence numbers,
-    so no file counts as added. Manifests of deletes stay as they are. The files that it writes are added to
-    `written_paths`, also after an error.
+    Manifests are merged up to `commit.manifest.target-size-bytes`. The operation of the snapshot is
+    `replace`. The entries keep their snapshots and sequence numbers, so no file counts as added. Manifests of
+    deletes are not merged. The paths of the files that it writes are added to `written_paths`, also after an
+    error.
     """
     producer = _MergeAppendFiles(Operation.APPEND, _FixedTransaction(table), table.io)
     producer._merge_enabled, producer._min_count_to_merge = True, 2
@@ -247,12 +249,12 @@ def commit_files(
     removed: Iterable[DataFile],
     properties: Mapping[str, str],
 ) -> Table:
-    """Remove data files and add others in one snapshot, if the table has not changed meanwhile.
+    """Remove data files and add others in one snapshot, and return the table.
 
-    PyIceberg's own producers repeat a commit if the table has changed, and do not compare an append with the
-    new changes. This function does not repeat the commit. Manifests are merged as by Iceberg's Java library:
-    if there are at least `commit.manifest.min-count-to-merge`, unless `commit.manifest-merge.enabled` is
-    false. Raises CommitFailedException.
+    If the table has changed meanwhile, nothing is committed, and CommitFailedException is raised. PyIceberg's
+    own producers would repeat the commit then, and do not compare an append with the new changes. Manifests
+    are merged as by Iceberg's Java library: if there are at least `commit.manifest.min-count-to-merge`,
+    unless `commit.manifest-merge.enabled` is false.
     """
     transaction, removed_files = open_transaction(table), list(removed)
     operation = Operation.OVERWRITE if removed_files else Operation.APPEND
@@ -311,16 +313,16 @@ def _is_merging_enabled(metadata: TableMetadata) -> bool:
 
 
 def commit_compaction(transaction: Transaction, producer: Any) -> Table:
-    """Commit the files that a public producer has collected, as a compaction."""
+    """Commit the files that a public producer has collected, as a compaction, and return the table."""
     updates, requirements = producer._commit()
     transaction._apply(tuple(map(as_compaction, updates)), requirements)
     return transaction.commit_transaction()
 
 
 def as_compaction(update: TableUpdate) -> TableUpdate:
-    """Change an update to the operation `replace`, which readers of change sets need.
+    """Return an update with the operation `replace`, which readers of change sets need.
 
-    PyIceberg's producers do not support that operation.
+    Only updates that add a snapshot are changed. PyIceberg's producers do not support that operation.
     """
     if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
         return update
@@ -329,7 +331,7 @@ def as_compaction(update: TableUpdate) -> TableUpdate:
 
 
 def apply_updates(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
-    """Apply updates to table metadata.
+    """Return table metadata after the updates.
 
     It works as PyIceberg's `update_table_metadata`, but does not copy all snapshots at the end. With that
     copy, a replay took time in proportion to the table's history.
@@ -341,7 +343,10 @@ def apply_updates(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> Ta
 
 
 def add_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
-    """Add the previous metadata file `before` to the metadata log, as every commit does."""
+    """Return the metadata with the previous metadata file `before` in its log, as after every commit.
+
+    `updated_ms` is the time of the update in ms since 1970.
+    """
     return _update_table_metadata_log(metadata, before, updated_ms)
 
 
@@ -351,7 +356,7 @@ def metadata_version(location: str) -> int:
 
 
 def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileIO, location: str) -> None:
-    """Write a metadata file that no commit names yet."""
+    """Write a metadata file. The caller commits its location later."""
     catalog._write_metadata(metadata, io, location)
 
 
@@ -363,9 +368,9 @@ def to_iceberg_schema(schema: pa.Schema, format_version: int) -> Schema:
 
 
 def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile) -> bool:
-    """Check by its statistics whether every row of a file certainly matches.
+    """Return whether every row of a file certainly matches, by the file's statistics. False proves nothing.
 
-    Deletes of whole files use the same check.
+    PyIceberg uses the same check to delete whole files.
     """
     return bool(ReliableStrictEvaluator(schema, row_filter).eval(file))
 
@@ -373,14 +378,17 @@ def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile
 def write_data_files(
     metadata: TableMetadata, rows: pa.Table, io: FileIO, *, commit: uuid.UUID, numbers: itertools.count[int]
 ) -> Iterator[DataFile]:
-    """Write rows as data files of a table, with statistics, without a commit. `Table.append` also commits."""
+    """Write rows as data files of a table, and yield these files with their statistics.
+
+    Nothing is committed; `Table.append` would also commit. `numbers` gives each file a number for its name.
+    """
     yield from _dataframe_to_data_files(
         table_metadata=metadata, df=rows, io=io, write_uuid=commit, counter=numbers
     )
 
 
 def read_deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
-    """Read the deleted positions in a position delete file or deletion vector, by data file."""
+    """Return the deleted row positions in a position delete file or deletion vector, by data file path."""
     return _read_deletes(io, file)
 
 
@@ -391,10 +399,10 @@ _HEADER_READER = construct_reader(META_SCHEMA, {-1: AvroFileHeader})
 def iter_entries(
     manifest: ManifestFile, content: bytes, positions: Collection[int] | None = None
 ) -> Iterator[ManifestEntry]:
-    """Iterate over the entries of a manifest file in their order, including those of deleted files.
+    """Yield the entries of a manifest file in their order, including those of deleted files.
 
-    If `positions` is given, only the entries at these positions (from 0) are returned. Blocks of the file
-    without one of these positions are not decompressed.
+    `content` are the bytes of the file. If `positions` is given, only the entries at these positions (from 0)
+    are yielded. Blocks of the file without one of these positions are not decompressed.
     """
     decoder = new_decoder(content)
     header = _read_header(decoder)
@@ -421,7 +429,7 @@ def iter_entries(
 
 
 def iter_manifests(content: bytes) -> Iterator[ManifestFile]:
-    """Iterate over the manifests in a manifest list, in their order."""
+    """Yield the manifests in a manifest list, in their order. `content` are the bytes of the file."""
     decoder = new_decoder(content)
     header = _read_header(decoder)
     reader = _manifest_reader(header.meta[_SCHEMA])
@@ -440,7 +448,7 @@ def _read_header(decoder: BinaryDecoder) -> AvroFileHeader:
 
 
 def _read_block(decoder: BinaryDecoder, size: int, header: AvroFileHeader) -> BinaryDecoder:
-    """Read the records of the block that begins here.
+    """Return a decoder for the records of the block that begins at the decoder's position.
 
     Raises ValueError if the marker after the block is missing, as in a truncated file.
     """
@@ -458,7 +466,7 @@ def _read_entry(reader: Reader, records: BinaryDecoder) -> ManifestEntry:
 
 @lru_cache(maxsize=64)
 def _manifest_reader(schema: str) -> Reader:
-    """Return the reader for manifest lists with this schema. It keeps no data of a file."""
+    """Return the reader for manifest lists with this schema. The reader stores no data of a file."""
     return resolve_reader(
         AvroSchemaConversion().avro_to_iceberg(json.loads(schema)),
         MANIFEST_LIST_FILE_SCHEMAS[DEFAULT_READ_VERSION],
@@ -469,7 +477,7 @@ def _manifest_reader(schema: str) -> Reader:
 
 @lru_cache(maxsize=64)
 def _entry_reader(schema: str) -> Reader:
-    """Return the reader for entries of files with this schema. It keeps no data of a file."""
+    """Return the reader for entries of manifests with this schema. The reader stores no data of a file."""
     return resolve_reader(
         AvroSchemaConversion().avro_to_iceberg(json.loads(schema)),
         MANIFEST_ENTRY_SCHEMAS[DEFAULT_READ_VERSION],

@@ -1,4 +1,4 @@
-"""Parts of pyspark 4.1 that it does not export: its Spark Connect client, and the daemon of its workers.
+"""Uses parts of pyspark 4.1 that it does not export: its Spark Connect client, and its worker daemon.
 
 A Connect session sends a request for each setting. The functions for settings send one request for all of
 them: a write sets a dozen, and opening a session ten.
@@ -37,10 +37,10 @@ def add_session_hook(client: Any, hook: Any) -> None:
 
 
 def translate_errors(client: Any, translate: Callable[[Exception], Exception | None]) -> None:
-    """Let a client raise the error that `translate` returns; None leaves the error to pyspark.
+    """Make a Connect client raise the error that `translate` returns instead of the original error.
 
-    `translate` is called before pyspark handles the error, because pyspark logs the error's text, which would
-    appear in the step's log.
+    If `translate` returns None, pyspark handles the error. `translate` is called before pyspark handles the
+    error, because pyspark logs the error's text, which would appear in the step's log.
     """
     handle = cast("Callable[[Exception], NoReturn]", client._handle_error)
 
@@ -53,7 +53,7 @@ def translate_errors(client: Any, translate: Callable[[Exception], Exception | N
 
 
 def limit_retry_time(client: Any, seconds: float) -> None:
-    """Let a client repeat calls to a silent server for about `seconds`, instead of ten minutes.
+    """Make a Connect client repeat calls to a silent server for about `seconds`, instead of ten minutes.
 
     A client accepts retry policies, but pyspark exports neither the client nor the policies.
     """
@@ -82,7 +82,7 @@ def silence_connect_log() -> None:
 
 
 def disable_session_finalizer() -> None:
-    """Let the garbage collector close no session of Spark Connect. branchlake stops all its sessions itself.
+    """Prevent the garbage collector from closing Spark Connect sessions. branchlake stops its own sessions.
 
     The collector may run in a thread that pyspark is starting, and that pyspark waits for while it holds a
     lock. Closing the session waits for the same lock. A step hung for ten minutes until it was killed.
@@ -111,7 +111,7 @@ def set_session_settings(session: Any, values: Mapping[str, str]) -> None:
 
 
 def unset_session_settings(session: Any, names: Collection[str]) -> None:
-    """Let settings of a Connect session have the values that they have by default."""
+    """Reset settings of a Connect session to their default values."""
     from pyspark.sql.connect.proto import ConfigRequest
 
     session.client.config(ConfigRequest.Operation(unset=ConfigRequest.Unset(keys=list(names))))
