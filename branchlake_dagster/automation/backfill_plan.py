@@ -199,10 +199,7 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in requested_keys)
 
     def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Return the root's partitions after the requested ones, or () without a fixed order.
-
-        Only if partitions are computed in order, the later ones depend on the requested ones.
-        """
+        """Return the root's later partitions, if they are computed from the requested ones; otherwise ()."""
         consumer = self._consumers.get(root)
         if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:
             return ()

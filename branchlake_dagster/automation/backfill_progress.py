@@ -129,8 +129,8 @@ def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: 
 def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
     """Return the state of each partition in backfills of one asset: done, failed, running or canceled.
 
-    `states` come oldest first. The newest backfill of a partition counts, unless it was canceled before it
-    reached the partition.
+    `states` are sorted, oldest first. The newest backfill of a partition counts, unless it was canceled
+    before it reached the partition.
     """
     state_by_partition: dict[Partition, str] = {}
     for state in states:

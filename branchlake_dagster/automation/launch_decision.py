@@ -22,7 +22,7 @@ _LONGEST_DELAY_S = 86_400.0
 
 
 class LaunchOutcome(StrEnum):
-    """The outcome of a run that was launched for a state of a consumer's inputs."""
+    """The outcome of a run that was launched for one state of a consumer's inputs."""
 
     UNFINISHED = "unfinished"
     AWAITS_VERDICT = "awaits its verdict"
@@ -151,9 +151,9 @@ class LaunchDecision:
 
     `run_id` is the run that caused the state, and `outcome` is its outcome. `due_at` is the time of the next
     retry, `retry_number` its number from 1, and `retries_left` the number of remaining retries, including
-    this one. `reason` is why the run was not published, or why the remaining change is unknown. For a change
-    that waits for approval, `reason` has the approval ids, separated by commas. `earlier_partition` is the
-    partition that has to be published first.
+    this one. `reason` is the reason why the run was not published, or why the remaining change is unknown.
+    For a change that waits for approval, `reason` has the approval ids, separated by commas.
+    `earlier_partition` is the partition that has to be published first.
     """
 
     state: LaunchState

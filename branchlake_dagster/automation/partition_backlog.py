@@ -106,7 +106,7 @@ def _attempt_keys(key: str, retries: int) -> list[str]:
 
 
 def _load_newest_runs(instance: DagsterInstance, keys: Sequence[str]) -> dict[str, RunRecord]:
-    """Return the newest run of each run key. A published run wins over newer ones that were not published.
+    """Return the newest run of each run key. A published run has priority over newer unpublished runs.
 
     A key can have several runs, because a re-execution has the run key of its parent.
     """

@@ -64,7 +64,10 @@ _ENDS_PATH = re.compile(r"[?#]")
 
 
 def table_content(content_id: str | None, location: str, metadata: TableMetadata) -> IcebergTable:
-    """Build the content that Nessie stores for a table, with ids as in Iceberg's own NessieCatalog."""
+    """Return the content that Nessie stores for a table, with ids as in Iceberg's own NessieCatalog.
+
+    `location` is the path of the metadata file. Without a snapshot, the snapshot id is -1.
+    """
     snapshot = metadata.current_snapshot_id
     return IcebergTable(
         content_id=content_id,
@@ -215,10 +218,9 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def table_of(self, identifier: Identifier, content: IcebergTable) -> Table:
-        """Load the table with the metadata file of `content`, which may be older or newer than this
-        reference.
+        """Load the table with the metadata file of `content`, which may differ from the present one.
 
-        A commit through the table is checked against the current state of the reference.
+        A commit through the table is checked against the present state of the reference.
         """
         return self._load(ContentKey(identifier), content)
 
@@ -306,7 +308,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> CreateTableTransaction:
-        """Begin a transaction that creates a table and writes to it, all in one commit.
+        """Return a transaction that creates a table and writes to it, all in one commit.
 
         Raises TableAlreadyExistsError or NoSuchNamespaceError, here or when the transaction is committed.
         """
@@ -324,7 +326,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> Table:
-        """Create an empty table. Raises TableAlreadyExistsError or NoSuchNamespaceError."""
+        """Create an empty table and return it. Raises TableAlreadyExistsError or NoSuchNamespaceError."""
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
         )

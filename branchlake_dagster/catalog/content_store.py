@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 4
 _CACHE_S = 300.0
-"""Seconds that contents stay in the cache. From an older hash, the server walks through all later commits."""
+"""Seconds that contents stay in the cache. For an older hash, the server reads all later commits."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ReferenceStore:
         return self._cached.state.reference.hash if self._cached else None
 
     def get_cached(self, *keys: ContentKey) -> ContentsAt | None:
-        """Return the contents from the last read or commit; None if they are too old or lack one of `keys`.
+        """Return the contents of the last read or commit if they are recent and cover `keys`, else None.
 
         Never make a decision from the cache, because other writers may have changed the keys since. But a
         commit may start from the cached contents: the server refuses an outdated commit, and then the cache
@@ -238,10 +238,11 @@ class ReferenceStore:
 def _contents_after_commit(
     operations: Sequence[Operation], result: CommitResult, base: Reference, read_at: float
 ) -> _CachedContents:
-    """Return the cache entry for the keys that a commit changed.
+    """Return the contents of the keys that a commit changed, as an entry of the cache.
 
     A deleted key is in the entry, without content. Other keys are left out: other writers may have committed
-    between `base` and this commit. `result` is Nessie's answer; `read_at` is a time of the monotonic clock.
+    between `base` and this commit. `result` is Nessie's answer. `read_at` is a time of the monotonic clock,
+    in seconds.
     """
     contents = {}
     for operation in operations:

@@ -1,7 +1,7 @@
 """Reads, checks and synchronizes the files of Iceberg tables in storage, and records where files are written.
 
-PyIceberg caches what it has read, and loads a table without checking its data files. The functions here
-answer whether a table can be read, so every call asks the storage.
+PyIceberg caches what it has read, and loads a table without checking its data files. The functions here find
+out whether a table can be read now, so every call sends requests to the storage.
 
 A commit in Nessie names files. A file system writes a new file to disk up to half a minute later. After a
 power cut in between, Nessie had a table whose metadata file was empty. Therefore local files are synchronized
@@ -101,7 +101,7 @@ class _DurableFile(PyArrowFile):
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """List the folder and those of its parents that do not exist yet."""
+    """Return the folder and its parents that do not exist yet, innermost first."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -274,10 +274,11 @@ def _truncation_error(location: str, size: int, recorded: int) -> StoredFileDama
 
 
 def _list_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
-    """List the folders that have many of these files, and return the sizes of the files by location.
+    """Return the sizes of files in bytes, by location, from listings of folders.
 
-    A listing costs less than a request per file only if the folder has at least `_MIN_FOLDER_FILES` of them,
-    and if there are at least `MIN_LISTED_FILES` files. Files of other folders are not in the result.
+    Only folders with at least `_MIN_FOLDER_FILES` of the files are listed, because a listing costs more than
+    a few requests. Files of other folders are not in the result. It is empty if there are fewer than
+    `MIN_LISTED_FILES` files.
     """
     if len(files) < MIN_LISTED_FILES:
         return {}
@@ -326,7 +327,7 @@ _PATHS = ("write.data.path", "write.metadata.path", "write.object-storage.path",
 _UNIQUE = re.compile(r"(?<=_)(?:[0-9a-f]{16}_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 """The end of a location that the catalog chose: the table's UUID, after the batch id of a staging table."""
 _recorded_prefixes: set[tuple[str, str]] = set()
-"""Warehouses and prefixes that this process has recorded. They are few: one for each table name."""
+"""Pairs of a warehouse and a prefix that this process has recorded; about one for each table name."""
 
 
 def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ...]:

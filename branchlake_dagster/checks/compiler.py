@@ -56,7 +56,7 @@ _TEXT_TYPES = (pst.StringType,)
 Arguments = Mapping[str, Any]
 ColumnCondition = Callable[[Column], Column]
 BuiltCondition = tuple[str, ColumnCondition, Promise | None]
-"""The description, the Spark condition, and the promise that file metadata can prove, if there is one."""
+"""The description, the Spark condition, and the `Promise` that file metadata can prove, or None."""
 
 
 def _build_in_range(args: Arguments) -> BuiltCondition:

@@ -1,7 +1,7 @@
 """Judge all constraints and SQL checks of an asset: without rows, in one Spark job, or through pandera.
 
 Each check gets its own verdict. If the one job fails, it is divided until the checks that cannot be evaluated
-are found; the others keep their verdicts.
+are found; the others still get their verdicts.
 
 Checks that cannot be compiled are judged by pandera's own PySpark backend. The verdict is the same, but
 without counts, and each check costs at least one Spark job (0.5-2 s on a small table).

@@ -90,10 +90,10 @@ def _has_expired_parent(metadata: TableMetadata, oldest: Snapshot) -> bool:
 
 
 def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tuple[list[Snapshot], bool]:
-    """Return the snapshots after `stop_id`, oldest first, and whether none of them is missing.
+    """Return the snapshots after `stop_id` up to the current one, and whether they are complete.
 
-    The snapshots end with the current one. None is missing if the chain of parents reaches `stop_id` or,
-    without `stop_id`, the table's first snapshot.
+    The oldest snapshot comes first. They are complete if the chain of parents reaches `stop_id` or, without
+    `stop_id`, the table's first snapshot.
     """
     ancestors, reached = snapshots_between(metadata, stop_id, metadata.current_snapshot_id)
     return ancestors, reached and (stop_id is not None or not ancestors or is_first(ancestors[0]))

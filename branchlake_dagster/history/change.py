@@ -127,7 +127,7 @@ class ChangeSet:
 
     @property
     def empty(self) -> bool:
-        """Whether no file with rows was added or removed. Compactions do not count."""
+        """Whether the change has no files. Compactions do not count."""
         return not (self.added or self.removed or self.deletes)
 
     @property

@@ -142,7 +142,7 @@ Dates are days, times and time stamps are microseconds, a UUID is its 16 bytes.
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What is known about one column in all rows of a file. False and None mean "not known".
+    """Facts about one column that are true for all rows of a file. False and None mean "not known".
 
     Every value that is neither null nor NaN lies between `low` and `high`, both included.
     """
@@ -184,7 +184,7 @@ def column_facts(
 
 
 def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
-    """Return the facts about a column that has one value in the whole file, its identity partition."""
+    """Return the facts about an identity partition column, which has the same value in the whole file."""
     if value is None:
         return ColumnFacts(all_null=True, no_nan=True)
     if type(value) is not _VALUES.get(type(kind)) or value != value:

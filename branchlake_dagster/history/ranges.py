@@ -60,8 +60,8 @@ class Range:
 class Ranges:
     """The values that a field may have in changed rows: values in one of `parts`, null, or any value.
 
-    `parts` are sorted and do not overlap or touch. `anything` is true if a file has no bounds, so any value
-    is possible.
+    `parts` are sorted and do not overlap or touch. `nulls` is true if null is possible. `anything` is true if
+    a file has no bounds, so any value is possible.
     """
 
     parts: tuple[Range, ...] = ()

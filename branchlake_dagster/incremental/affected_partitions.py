@@ -33,7 +33,7 @@ LAST_DAY = date(9999, 12, 30)
 
 @dataclass(frozen=True)
 class Reach:
-    """How much longer the window of an input's rows is than the window of the results.
+    """How far the input rows that a result depends on may be outside the result's own window.
 
     `before` and `after` are lengths of time and not negative. The offsets count windows of the partition
     definition, as in Dagster's TimeWindowPartitionMapping.

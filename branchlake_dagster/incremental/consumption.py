@@ -1,4 +1,4 @@
-"""What one step consumes: for each input, the change since the position in the asset's table."""
+"""The changes that one step consumes: for each input, the change since the position in the asset's table."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ class Consumption:
         """The tables of the consumed inputs on the run's branch, by asset.
 
         Optional inputs without a table are left out. Raises TableMissing if a required input has no table, if
-        an optional input has lost the table that was consumed before, or if no input has a table.
+        an optional input has lost the table that was consumed before (except in a rebuild), or if no input
+        has a table.
         """
         declaration = self.consumer.declaration
         upstreams: dict[AssetKey, UpstreamTable] = {}
@@ -225,7 +226,7 @@ class Consumption:
         return (self._whole_group,) if is_whole else groups
 
     def _has_rows_to_rebuild(self, groups: Iterable[PartitionGroup]) -> bool:
-        """Whether rows were updated or deleted, so that `when_removed="rebuild"` computes everything anew."""
+        """Whether `when_removed="rebuild"` applies: rows of an input were updated or deleted."""
         if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "rebuild":
             return False
         state = self._consumer_state()
@@ -625,7 +626,7 @@ class Consumption:
         return pending_partitions(self._consumer_state())
 
     def partitions_to_rebuild(self) -> set[str]:
-        """Return the partitions to compute anew until no position is lost any more, for a rebuild.
+        """Return the partitions that a rebuild must compute so that no recorded position is lost any more.
 
         A partition with a valid position is included only if it has something left to consume. If only the
         common position, or positions of partitions that have left the definition, are lost, the result is the
@@ -651,7 +652,7 @@ class Consumption:
     def changes_by_partition(
         self, partitions: Iterable[str]
     ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-        """Return the consumption record and the remaining input of each of these partitions.
+        """Return the consumption record and the unconsumed change of each of these partitions.
 
         The record is the partition's own, else the common position. It is None if nothing was consumed for
         the partition. Raises ChangeLost. Cost: reads manifests only.

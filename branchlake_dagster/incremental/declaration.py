@@ -31,9 +31,9 @@ WhenRemoved = Literal["fail", "apply", "ignore", "deliver", "rebuild"]
 
 @dataclass(frozen=True)
 class ConsumedInput:
-    """How one input is consumed, with the names of its own columns.
+    """The declaration of one input, created by `rows`, `keys` and `range_`.
 
-    Created by `rows`, `keys` and `range_`. Its `keys` and `on` replace those of `consumes` for this input.
+    Its `keys` and `on` are names of the input's own columns and replace those of `consumes` for this input.
     """
 
     pattern: Pattern

@@ -176,7 +176,10 @@ def target_ranges(consumption: Consumption) -> Ranges:
 
 
 def extend_to_last_day(ranges: Ranges) -> Ranges:
-    """Return one range from the smallest value to `LAST_DAY`."""
+    """Return ranges with one part, from the smallest value to `LAST_DAY`.
+
+    Ranges without parts, or with any value, are returned unchanged.
+    """
     if ranges.anything or not ranges.parts:
         return ranges
     low = ranges.parts[0].low

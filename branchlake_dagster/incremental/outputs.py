@@ -58,10 +58,11 @@ def select_replaced_rows(consumption: Consumption, schema: Schema) -> Selection:
 def keep_own_rows(
     frame: Any, consumption: Consumption, own_selection: Selection | None, schema: Schema
 ) -> Any:
-    """Filter an Arrow or Spark frame to the rows to write, if results depend on rows of other windows.
+    """Return only the rows of the frame that may be written, if results depend on rows of other windows.
 
-    Rows outside the run's partitions or ranges were computed from incomplete input. A frame that lacks a
-    column of the selection is returned unchanged: the write refuses it.
+    Rows outside the run's partitions or ranges were computed from incomplete input. Otherwise the frame, an
+    Arrow table or a Spark frame, is returned unchanged; also if it lacks a column of the selection, because
+    the write refuses it.
     """
     if own_selection is None or all(reach.is_own_window for reach in consumption.consumer.reaches.values()):
         return frame

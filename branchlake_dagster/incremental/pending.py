@@ -44,9 +44,9 @@ from branchlake_dagster.tables.selection import select_partitions, to_iceberg_fi
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """The state from which pending partitions are found: a consumer, its positions and its present inputs.
+    """The values from which pending partitions are found: a consumer, its positions and its present inputs.
 
-    `change_since(input, position)` returns the change of an input; a position of None means everything.
+    `change_since(input, position)` returns the change of an input; a position of None means all rows.
     `instance` lists dynamic partitions. `own_table` is the asset's table on `main`, or None if it does not
     exist yet.
     """
@@ -229,8 +229,8 @@ def may_have_lost_rows(
 ) -> bool:
     """Whether rows of an input, on which these partitions depend, may have been updated or deleted.
 
-    Without partitions, all rows of the input count. Reads bounds of columns only: if a removed file, or a
-    delete file, may have rows of a partition, they count as removed, even if they were written again.
+    Without partitions, all rows of the input count. Reads only bounds of columns: if a removed file, or a
+    delete file, may have rows of a partition, these rows count as removed, even if they were written again.
     """
     files = (*change.removed, *change.deletes)
     if not files or not state.consumer.tracks_partitions:
@@ -424,7 +424,7 @@ def _input_bounds(state: ConsumerState, upstream: UpstreamTable) -> dict[str, Co
 
 
 def _may_hold_old_rows(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether the table may still have rows of a new partition that do not count any more.
+    """Whether the table may still have outdated rows of a new partition.
 
     Such a partition is computed anew even if its inputs have no rows for it, so that its old rows are
     removed.

@@ -57,14 +57,14 @@ class ConsumptionRecord:
     extent: Mapping[str, str] = field(default_factory=dict)
     """For the record of one partition: which window or keys it had then, see `partition_extent`."""
     predecessor_run: str = ""
-    """For partitions that are computed in order: the run that had computed the partition before this one."""
+    """If partitions are computed in order: the id of the run that had computed the previous partition."""
     toggle: bool = False
     """A value without meaning that each appending run reverses if it does not move the common position.
 
     It makes such a run conflict with a run that moves the common position, see `advance_positions`.
     """
     valid_through: ValidThrough | None = None
-    """Up to which time the inputs, and the table after the run, were complete; None if not known."""
+    """The times up to which the inputs, and the table after the run, were complete; None if not known."""
 
     def inputs_time_ms(self, inputs: Iterable[str], sources: frozenset[str]) -> int | None:
         """Return the time up to which all inputs were complete when they were consumed, in ms since 1970.

@@ -61,7 +61,7 @@ MAX_FILTER_PARTS = 32
 With more parts, the method that Spark generates would exceed 8,000 bytes, and Java would not compile it.
 """
 MAX_VALUES_PER_PART, MAX_FILTER_VALUES = 5_000, 50_000
-"""The largest number of values in one part of a `row_prefilter`, and in all its parts.
+"""The largest number of values in one part of a `row_prefilter`, and in all its parts together.
 
 Spark plans each value as an expression.
 """
@@ -80,7 +80,7 @@ def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[st
 
 
 def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """Return a filter that matches at least all rows of the keys.
+    """Return a filter that matches all rows of the keys, and possibly other rows.
 
     For each column, the filter tests the values, or their range if there are more than `MAX_LITERALS`. Only
     columns of integers, dates and texts are tested. Spark passes this filter to the scan of files, but not

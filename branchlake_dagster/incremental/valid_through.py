@@ -75,7 +75,7 @@ class ValidThrough:
 
     @classmethod
     def from_dict(cls, recorded: Mapping[str, Any]) -> ValidThrough:
-        """Read what `as_dict` returned. Raises KeyError or TypeError for any other value."""
+        """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
         return cls(recorded["inputs_ms"], recorded.get("table_ms"), frozenset(recorded["sources"]))
 
 

@@ -292,7 +292,10 @@ def load_backfill(instance: DagsterInstance, backfill_id: str, graph: AssetGraph
 def load_tagged_backfills(
     instance: DagsterInstance, graph: AssetGraph, tags: Mapping[str, str]
 ) -> list[BackfillState]:
-    """Load the states of the backfills with these tags, each by its first asset, oldest first."""
+    """Load the states of the asset backfills with all these tags, oldest first.
+
+    The state is that of the backfill's first asset. Backfills of assets that `graph` lacks are left out.
+    """
     backfills = instance.get_backfills(BulkActionsFilter(tags=tags))
     return [
         _build_backfill_state(backfill, backfill.asset_selection[0], graph)
@@ -451,7 +454,7 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
 
     Consecutive observations of one asset are one statement in Postgres, and one transaction for each of the
     two databases in SQLite. After an error, a batch may have been stored nevertheless, as with Dagster's own
-    batches. Then its observations are reported twice; none is lost.
+    batches. Then its observations are stored twice, but none is lost.
     """
     storage = instance.event_log_storage
     for _, asset_observations in groupby(observations, key=_get_asset_key):

@@ -76,11 +76,11 @@ def find_code_location(context: LaunchRunContext) -> GrpcServerCodeLocation | No
 
 
 def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
-    """Check whether Dagster itself started the code server, here and with this process's environment.
+    """Check whether Dagster started the code server on this machine with this process's environment.
 
     Dagster does so for a location that a workspace names by module or file. `dagster dev` does it for its
-    daemon and web server, and passes them the socket together with what was loaded. Any other server may have
-    another environment, file system or machine.
+    daemon and web server, and passes them the socket together with the names of the loaded modules or files.
+    Any other server may have another environment, file system or machine.
     """
     from dagster._core.remote_origin import (
         GrpcServerCodeLocationOrigin,

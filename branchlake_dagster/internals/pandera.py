@@ -15,7 +15,7 @@ __all__ = ["find_check_method", "get_builtin_check"]
 
 
 def get_builtin_check(check: Check) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and arguments of one of pandera's own checks; None for a check of the user."""
+    """Return the name and arguments of a built-in check of pandera; None for a user's own check."""
     function: Any = check._check_fn
     return (str(function), check._check_kwargs) if isinstance(function, Dispatcher) else None
 

@@ -97,6 +97,7 @@ def convert_frame(value: Any, request: WriteRequest, existing_table: Table | Non
         UnsupportedType: the value is not a frame.
         ForeignSession: a Spark frame belongs to a session that is not on the run's branch.
         ColumnUnsupported: a column has a type that a table cannot store.
+        SchemaMismatch: the frame has no columns, or several with the same name.
     """
     name = request.spec.name
     if isinstance(value, DataFrame):
@@ -125,13 +126,13 @@ def plan_write(
 ) -> WritePlan:
     """Decide how rows with these columns are written. Reads at most the manifests of an existing table.
 
-    `consumption` is what the step consumes of its inputs' changes; None if it consumes none.
+    `consumption` has the changes that the step consumes; None if the asset consumes no changes.
 
     Raises:
         ConfigurationError: the existing table is not written as Parquet, or the metadata contradicts itself.
         UpsertKeyInvalid: the frame lacks a key.
         ColumnUnsupported: a column of a new table has no type.
-        PartitionMismatch: the run's partitions cannot be expressed on the table's columns.
+        SchemaMismatch: a partition column is missing or has a type that does not fit the run's partitions.
     """
     spec = request.spec if consumption is None else outputs.effective_spec(consumption, request.spec)
     if existing_table is not None:
@@ -353,7 +354,7 @@ class TableWriter:
     ) -> None:
         """Write the rows again, while late commits of earlier attempts have decided which rows were added.
 
-        Raises RetryNeedsFullRun if this happens more than `_MAX_REWRITES` times.
+        Raises RetryNeedsFullRun after `_MAX_REWRITES` times.
         """
         spec = plan.spec
         for _ in range(_MAX_REWRITES):

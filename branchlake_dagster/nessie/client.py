@@ -102,7 +102,7 @@ class NessieClient:
 
     @cached_property
     def no_ancestor_hash(self) -> str:
-        """Return the hash that precedes every commit. It is constant, so the server is asked once."""
+        """The hash that precedes every commit. It is constant, so it is requested only once."""
         return self.config().no_ancestor_hash
 
     def reference(self, name: str, *, fetch_metadata: bool = False) -> Reference:
@@ -118,7 +118,7 @@ class NessieClient:
         )
 
     def has_reference(self, name: str) -> bool:
-        """Return whether a branch or tag of this name exists. Sends one request."""
+        """Return whether a branch or tag of this name exists. Costs one request."""
         try:
             self.reference(name)
         except ReferenceNotFound:
@@ -271,14 +271,15 @@ class NessieClient:
         fetch_operations: bool = False,
         page_size: int = 200,
     ) -> Iterator[LogEntry]:
-        """Iterate over the commits of `ref`, newest first. `filter` is a CEL expression on `commit`.
+        """Yield the commits of `ref`, newest first. `filter` is a CEL expression on `commit`.
 
         `limit` is the largest number of commits. `since` is the hash of a commit in the history of `ref`:
         only later commits are read. If that history does not contain `since`, the iterator raises
         ReferenceNotFound when it reaches the end of the history.
 
-        Without `since`, a filter walks the whole history, even with `limit`, unless enough commits match. The
-        whole call fails if the filter fails on one commit, for example because that commit lacks a property.
+        Without `since`, the server applies a filter to the whole history, unless `limit` commits match
+        earlier. The whole call fails if the filter fails on one commit, for example because that commit lacks
+        a property.
         """
         fetch = "ALL" if fetch_operations else None
         size = page_size if limit is None else max(1, min(page_size, limit))
@@ -360,12 +361,13 @@ class NessieClient:
         properties: Mapping[str, str] | None = None,
         author: str | None = None,
     ) -> CommitResult:
-        """Apply `operations` as one commit, if none of their keys changed since `expected_hash`.
+        """Commit `operations` to a branch, if none of their keys changed since `expected_hash`.
 
-        Raises NessieConflict, with the keys, if some keys changed. Raises NessieRefused if the content id of
-        a put differs from the content id at `expected_hash`. The call is not repeated after an unknown
-        outcome, because the second attempt would conflict with the first. To find out what happened, put a
-        unique id into `properties` and search the log for it.
+        Returns the new head and the ids of created contents. Raises NessieConflict, with the keys, if some
+        keys changed. Raises NessieRefused if the content id of a put differs from the content id at
+        `expected_hash`. The call is not repeated after an unknown outcome, because the second attempt would
+        conflict with the first. To find out what happened, put a unique id into `properties` and search the
+        log for it.
         """
         path = parse_ref(f"{parse_name(branch)}@{expected_hash}").path
         return self._retry.run_attempts(

@@ -106,10 +106,7 @@ class NessieConflict(NessieError, Terminal):
 
 
 class NessieUnavailable(NessieError, Transient):
-    """The request was certainly not applied.
-
-    There was no connection, the server answered 429, or a request that only reads failed.
-    """
+    """The request was certainly not applied: no connection, status 429, or a failed request that only reads."""
 
 
 class NessieOutcomeUnknown(NessieError, OutcomeUnknown):
@@ -180,7 +177,8 @@ class BreakerRule:
     """The rule by which a breaker opens and closes. Times are in seconds of the breaker's clock.
 
     The breaker opens if at least `min_calls` calls ended within `window_s` and at least `share` of them
-    failed. For `open_s` it then blocks every call. Afterwards it lets one call through, whose result decides.
+    failed. For `open_s` it then blocks every call. Afterwards it lets one call through. If that call
+    succeeds, the breaker closes; otherwise it blocks for another `open_s`.
     """
 
     share: float = 0.5

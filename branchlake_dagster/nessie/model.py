@@ -1,4 +1,4 @@
-"""Nessie's references and contents as immutable values, and the parser of reference arguments.
+"""Nessie's references and contents as immutable dataclasses, and the parser of reference arguments.
 
 The shapes follow Nessie's REST API v2 (spec 2.2.0, https://projectnessie.org/develop/rest/), reduced to what
 the lake needs. Hashes are lower-case hex strings of 64 characters. Times have a time zone and are in UTC.
@@ -6,7 +6,7 @@ the lake needs. Hashes are lower-case hex strings of 64 characters. Times have a
 A reference argument is `name`, `name@hash`, `@hash` or a bare 64-character hash. The rules for names and
 hashes are pynessie's, which took them from Nessie's own `Validation` class. Only the rule for a bare hash is
 stricter here: pynessie reads every name of eight or more hex digits as a hash, so a branch called `feedface`
-would be out of reach.
+could not be used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReferenceType(StrEnum):
 
 
 class ContentKey(tuple[str, ...]):
-    """The key of a content: namespace elements and a last name.
+    """The key of a content: the elements of its namespace, then its own name.
 
     A key is a tuple of its elements and equals a plain tuple, so a PyIceberg identifier finds the same entry.
     """
@@ -40,7 +40,10 @@ class ContentKey(tuple[str, ...]):
     __slots__ = ()
 
     def __new__(cls, elements: Iterable[str]) -> ContentKey:
-        """Create a key of `elements`. Raises ValueError if there are no elements or if one is empty."""
+        """Create a key of `elements`.
+
+        Raises ValueError if there are no elements or if one is empty, and TypeError for a text.
+        """
         if isinstance(elements, str):
             raise TypeError(f"ContentKey takes elements; use ContentKey.from_path({elements!r}) for a path")
         key = super().__new__(cls, elements)
@@ -130,7 +133,7 @@ class Reference:
 
     @property
     def pinned_ref(self) -> str:
-        """Return the reference argument that always means this state: `name@hash`, or `@hash`."""
+        """Return the reference argument that always means this commit: `name@hash`, or `@hash`."""
         return f"{self.name}@{self.hash}"
 
 
@@ -221,9 +224,9 @@ class KeyConflict:
 class MergeResult:
     """The result of a merge.
 
-    `applied` is False and `successful` True if the target already contained the source, as in a repeated
-    merge. `target_hash` is the hash of the target after the merge. If there are conflicts, nothing was
-    applied.
+    `applied` is False and `successful` True if the target already contained the source, as after a repeated
+    merge. `target_hash` is the hash of the target after the merge. `conflicts` are the keys that block the
+    merge; if there are any, nothing was applied.
     """
 
     applied: bool

@@ -143,10 +143,10 @@ def _error_chain(error: BaseException) -> list[BaseException]:
 def error_from_exception(
     error: requests.RequestException, *, action: str, changes: bool, server: str
 ) -> NessieError:
-    """Return the error for a request without an answer.
+    """Return the error for a request that got no answer.
 
-    Only a connection that was never opened proves that a change was not applied. The exception itself is not
-    kept: its `request` attribute contains the headers with the token.
+    Only a connection that was never opened proves that a change was not applied. The returned error does not
+    refer to the exception: its `request` attribute contains the headers with the token.
     """
     chain = _error_chain(error)
     kinds = " / ".join(dict.fromkeys(type(item).__name__ for item in chain[:3]))
@@ -176,7 +176,10 @@ _CLIENT_SPEC = {"Nessie-Client-Spec": "2", "Accept": "application/json"}
 
 
 def validate_uri(uri: str) -> str:
-    """Return the API v2 base address without a trailing slash. Raises ConfigurationError if it is not one."""
+    """Return the address of Nessie's API v2 without a trailing slash.
+
+    Raises ConfigurationError if `uri` is not such an address or contains credentials.
+    """
     parts = urlsplit(uri)
     if parts.username is not None or parts.password is not None:
         raise ConfigurationError(
@@ -261,7 +264,11 @@ class Transport(Protocol):
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """Send one request to `uri/path` and return the decoded JSON of a 2xx answer."""
+        """Send one request to `uri/path`; return the result of `decode` for the JSON of a 2xx answer.
+
+        `action` describes the request in errors, for example "delete branch x". `changes` is whether the
+        request may change the server's state.
+        """
         ...
 
 
@@ -295,7 +302,7 @@ class GuardedTransport:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """Send one request by the inner transport.
+        """Send one request by the inner transport, and return its result.
 
         Raises NessieUnavailable if the breaker blocks the request.
         """
@@ -381,10 +388,10 @@ class HttpTransport:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """Send one request to `uri/path` and return the decoded JSON of a 2xx answer. Raises NessieError.
+        """Send one request to `uri/path`; return the result of `decode` for the JSON of a 2xx answer.
 
         `changes` is whether the request may change the server's state. It decides between NessieUnavailable
-        and NessieOutcomeUnknown. A POST that only reads passes False.
+        and NessieOutcomeUnknown. A POST that only reads passes False. Raises NessieError.
         """
         failure: NessieError
         try:

@@ -18,7 +18,7 @@ class OneLakeOnly(BranchlakeError, Terminal):
 
 
 class RetryNeedsFullRun(BranchlakeError, Terminal):
-    """A retry of some steps cannot continue earlier work. Launch a run of all steps instead.
+    """A retry of some steps cannot continue earlier work: launch a run of all steps instead.
 
     The branch of the parent run was deleted or published, another run uses it, or other writes have changed
     the rows that an earlier attempt of the step wrote.

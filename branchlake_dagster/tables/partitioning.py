@@ -1,6 +1,6 @@
-"""Build the partition spec of an asset's table, and split data files that a selection cuts through.
+"""Build the partition spec of an asset's table, and split data files with rows on both sides of a selection.
 
-Spark's `overwrite(expr)` refuses to replace a part of a file, so a file must not hold rows inside and outside
+Spark's `overwrite(expr)` refuses to replace a part of a file, so a file must not have rows inside and outside
 of a selection. Runs that write one window each produce no such file. Runs of several windows, compactions and
 SQL of other writers do, if windows do not start at full hours.
 """
@@ -209,8 +209,8 @@ def _starts_on_utc_days(definition: TimeWindowPartitionsDefinition) -> bool:
 def _utc_offsets(definition: TimeWindowPartitionsDefinition) -> set[float]:
     """Return the zone's UTC offsets in minutes, sampled weekly for two years from the first window.
 
-    A zone whose rules change later can produce files that hold several windows. They cost time and cause no
-    errors.
+    If a zone's rules change later, a file may have rows of several windows. Splitting it costs time, but
+    causes no errors.
     """
     zone = ZoneInfo(definition.timezone)
     weeks = (definition.start.astimezone(UTC) + timedelta(weeks=week) for week in range(105))
@@ -322,7 +322,7 @@ def _number_cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
     """Return a cell number for each row. Rows with one number are on the same side of every bound and value.
 
     A split into inside and outside would not be enough. The rows before and after a window are both outside,
-    but the bounds of a file with both of them enclose the window.
+    but the bounds of a file with both of them would include the window.
     """
     cell_numbers = pa.chunked_array([pa.repeat(pa.scalar(0, pa.int64()), rows.num_rows)])
     for column_name in selection.column_names():

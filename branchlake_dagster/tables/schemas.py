@@ -186,7 +186,7 @@ ColumnPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """Add a nullable column, or a nullable field of a struct."""
+    """The change that adds a nullable column, or a nullable field of a struct."""
 
     path: ColumnPath
     kind: pa.DataType
@@ -194,7 +194,7 @@ class AddedColumn:
 
 @dataclass(frozen=True)
 class WidenedColumn:
-    """Change a column or nested field to a type that holds all values of the old type."""
+    """The change of a column or nested field to a type that includes all values of the old type."""
 
     path: ColumnPath
     kind: pa.DataType
@@ -399,7 +399,7 @@ def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_na
 
 
 def evolve_table(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> Table:
-    """Change the table's schema so that it can hold a frame of `frame_schema`, and return the table.
+    """Change the table's schema so that it can store a frame of `frame_schema`, and return the table.
 
     Raises SchemaMismatch or ColumnUnsupported, which name the column, if only a lossy change would do.
     """

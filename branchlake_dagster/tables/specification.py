@@ -129,7 +129,7 @@ def table_metadata(
 class LayoutField:
     """One field of a declared layout: a column and the Iceberg name of a transform, such as `bucket[16]`.
 
-    `transform` is None for the column's values.
+    `transform` is None if the table is partitioned by the column's values themselves.
     """
 
     column: str

@@ -79,7 +79,7 @@ def engine_metadata(plan: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Facts about a table and the frame to write, known before any data file of the table is chosen.
+    """Facts about a table and the frame to write, which are known without reading a data file of the table.
 
     `keys` are the types of the key columns. `partitioned_by` has the transform and the type of each partition
     column. `properties` are the table's properties. `required` means that a column, or a part of one, must
@@ -100,7 +100,7 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """Totals of the data files that may hold one of the keys. `value_count` is rows times columns."""
+    """Totals of the data files that may have one of the keys. `value_count` is rows times columns."""
 
     formats: frozenset[str] = frozenset()
     size_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Upsert rows with PyIceberg: find the data files that may hold one of the keys, and rewrite them."""
+"""Upsert rows with PyIceberg: find the data files that may have one of the keys, and rewrite them."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) ->
 
 
 def _match_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
-    """Return for each of `rows` the number of the frame's row with the same key; null if there is none."""
+    """Return, for each of `rows`, the index of the frame's row with the same key; null if there is none."""
     keys = _key_columns(frame, spec).with_row_index(_ROW_COLUMN)
     return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
         _ROW_COLUMN
