@@ -49,8 +49,8 @@ def rows(*, on: str | None = None, optional: bool = False) -> ConsumedInput:
         on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
             asset. (default: `on` of `consumes`)
         optional (bool): Whether this input may have no table yet. Then the asset gets an empty frame without
-            columns for it. Once the table exists, it counts from `start` on: with `beginning`, everything is
-            computed anew. At least one input must have a table. (default: False: the run fails)
+            columns for it. Once the table exists, it is consumed from `start` on: with `beginning`,
+            everything is computed anew. At least one input must have a table. (default: False: the run fails)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.
@@ -120,10 +120,10 @@ def consumes(
     when_removed: WhenRemoved | None = None,
     commits: bool = False,
 ) -> dict[str, Any]:
-    """Return metadata for `@dg.asset(metadata=…)` that declares whose changes the asset consumes, and how.
+    """Return metadata for `@dg.asset(metadata=…)` that declares how an asset consumes changes of inputs.
 
-    No change is skipped or consumed twice: the asset's table stores what was consumed, and both are published
-    together. The asset's first run, and a run with the run tag `branchlake/rebuild`, consume everything and
+    No change is skipped or consumed twice: the asset's table stores the consumed positions, and both are
+    published together. The asset's first run, and a run with the run tag `branchlake/rebuild`, consume all and
     replace the table.
 
     Args:

@@ -106,7 +106,7 @@ class NessieConflict(NessieError, Terminal):
 
 
 class NessieUnavailable(NessieError, Transient):
-    """The request was certainly not applied: no connection, status 429, or a failed request that only reads."""
+    """The request was certainly not applied: no connection, status 429, or a read that failed."""
 
 
 class NessieOutcomeUnknown(NessieError, OutcomeUnknown):

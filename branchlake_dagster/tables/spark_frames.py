@@ -280,9 +280,9 @@ def partition_mismatch_error(
 
 
 def inside_assertion(selection: Selection, schema: Schema, is_exempt: str) -> Column:
-    """Return a filter that passes rows of the run's partitions, and those that are exempt.
+    """Return a filter that accepts exempt rows and rows of the run's partitions.
 
-    Other rows fail the job with OUTSIDE_MESSAGE.
+    Any other row fails the Spark job with OUTSIDE_MESSAGE.
 
     Args:
         selection: the run's partitions.
