@@ -123,8 +123,8 @@ def consumes(
     """Return metadata for `@dg.asset(metadata=…)` that declares how an asset consumes changes of inputs.
 
     No change is skipped or consumed twice: the asset's table stores the consumed positions, and both are
-    published together. The asset's first run, and a run with the run tag `branchlake/rebuild`, consume everything
-    and replace the table.
+    published together. The asset's first run, and a run with the run tag `branchlake/rebuild`, consume
+    everything and replace the table.
 
     Args:
         inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"] | ConsumedInput]): By upstream
