@@ -1,7 +1,7 @@
 """Keep the listed files of a pass on disk, so that millions of names do not fill the memory.
 
-Only files that may be orphans by their age are stored: at most 1 MB of memory, and about 40 bytes per
-file on disk, because names of one folder compress well.
+Only files that are old enough to be orphans are stored. The spool needs at most 1 MB of memory, and about
+40 bytes per file on disk, because names of one folder compress well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Candidates:
-    """A part of the listed files. `folders` are numbers that the caller gave to folders."""
+    """A batch of listed files, as parallel columns. `folders` are the folder numbers passed to `add`."""
 
     paths: list[str]
     sizes: npt.NDArray[np.int64]
@@ -46,7 +46,10 @@ class Candidates:
 
 
 class CandidateSpool:
-    """A temporary file of candidates: add all of them, then iterate over them. A context manager."""
+    """A temporary file of listed files that may be orphans. Add all files, then iterate over the batches.
+
+    Use it as a context manager, which deletes the temporary file.
+    """
 
     def __init__(self, keyer: LocationKeyer) -> None:
         self._keyer = keyer
@@ -68,7 +71,10 @@ class CandidateSpool:
         self._folder.cleanup()
 
     def add(self, file: ListedFile, folder: int, location: str) -> None:
-        """Store a file. `location` is its path with a scheme."""
+        """Store a file. `folder` is a number chosen by the caller.
+
+        `location` is the file's path with a scheme.
+        """
         self._rows.append((file, folder, location))
         self.count += 1
         if len(self._rows) >= _BATCH:
@@ -89,7 +95,7 @@ class CandidateSpool:
         self._rows = []
 
     def __iter__(self) -> Iterator[Candidates]:
-        """Iterate over all candidates. None can be added afterwards."""
+        """Iterate over all files in batches of 8,192. Files cannot be added afterwards."""
         self._flush()
         self._writer.close()
         with pa.memory_map(self._path) as source:

@@ -1,4 +1,4 @@
-"""Plans and results of the garbage collection, as plain values."""
+"""Plans and results of the garbage collection: data classes without behavior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from branchlake_dagster.settings import Settings
 
 @dataclass(frozen=True)
 class CollectionRules:
-    """The settings of a collection. A plan that was made by other rules is not executed."""
+    """The settings of a collection. A plan that was made with other rules is not executed.
+
+    Attributes:
+        grace: The age that an unreachable file must have before it is an orphan.
+        horizon: How long earlier commits of a reference stay readable.
+        delay: The time between planning and deletion.
+    """
 
     grace: timedelta = timedelta(days=7)
     horizon: HistoryHorizon = field(default_factory=lambda: HistoryHorizon(timedelta(days=30)))
@@ -24,7 +30,7 @@ class CollectionRules:
     def from_settings(
         cls, settings: Settings, horizons: Mapping[str, timedelta] | None = None
     ) -> CollectionRules:
-        """Return the rules of a lake. `horizons` are history horizons by pattern of reference names."""
+        """Create the rules of a lake. `horizons` maps patterns of reference names to history horizons."""
         return cls(
             settings.orphan_file_grace,
             HistoryHorizon(settings.history_horizon, tuple((horizons or {}).items())),
@@ -42,13 +48,17 @@ class CollectionRules:
 
     @property
     def digest(self) -> str:
-        """A hash of the rules."""
+        """The SHA-256 of the rules, in hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that a plan will delete. `last_root` is what last led to it, or empty if that is not known."""
+    """A file that a plan will delete. `modified_us` is its time in µs since 1970.
+
+    `reason` is `removed` if a live manifest lists the file as removed; then `last_root` names the snapshot
+    that removed it. Otherwise `reason` is `unreferenced` and `last_root` is empty.
+    """
 
     path: str
     table: str
@@ -59,7 +69,7 @@ class PlannedFile:
 
 
 def plan_digest(heads_digest: str, rules_digest: str, files: Iterable[PlannedFile]) -> str:
-    """Return the hash of what a plan was made from and of what it will delete."""
+    """Return the SHA-256 of the heads and rules that a plan was made from, and of its files."""
     digest = hashlib.sha256(f"{heads_digest} {rules_digest}".encode())
     for file in sorted(files, key=lambda each: each.path):
         digest.update(f"\n{file.path}\t{file.size}\t{file.modified_us}".encode(errors="replace"))
@@ -70,12 +80,12 @@ def plan_digest(heads_digest: str, rules_digest: str, files: Iterable[PlannedFil
 class PassMetrics:
     """Numbers of one pass. Durations are in seconds.
 
-    `skipped_folders` were not listed because the budget ended. `left_files` are orphans that did not fit into
-    the plan.
-    `kept` has the number of listed files by the verdict that kept them. `claimants` are the living writers
-    whose claims were considered. `unreadable` are files that could not be read, whose tables are kept whole.
-    `unreadable_states` are those of them that are metadata files in the warehouse: if there is one, nothing
-    is planned or deleted.
+    `skipped_folders` is the number of folders that were not listed because the budget ended. `left_files` is
+    the number of orphans that did not fit into the plan. `kept` has the number of listed files by the verdict
+    that kept them. `claimants` are the living writers whose claims were considered. `unreadable` are the
+    metadata files, manifest lists and manifests that could not be read: all files of their tables are kept.
+    `unreadable_states` are the metadata files in the warehouse among them: if there are any, nothing is
+    planned or deleted.
     """
 
     references: int = 0
@@ -100,8 +110,8 @@ class PassMetrics:
 class CollectionPlan:
     """Files that nothing can read any more, and when they may be deleted.
 
-    `plan_id` is empty if nothing is to be deleted, or for a dry run, which is not journaled. `due_at` is the
-    time from which on the plan may be executed. `sample` are the largest files.
+    `plan_id` is empty if no file is to be deleted, or for a dry run, which is not journaled. The plan may be
+    executed from `due_at` on. `sample` are the 20 largest files.
     """
 
     plan_id: str
@@ -121,9 +131,10 @@ class ExecutedPlan:
     """What happened to a due plan.
 
     `state` is `executed`, `open` (the budget ended: the next pass continues), `outdated` (made by other
-    rules) or `damaged` (its journal does not match). `kept` counts files that were needed again, changed or
-    claimed meanwhile. `deleted_by_table` counts the deleted files by the table of their folder; the name is
-    empty if no table is known.
+    rules) or `damaged` (its files in the journal do not match its digest). An outdated or damaged plan is
+    abandoned. `missing` counts files that were gone already, `kept` counts files that are reachable again,
+    changed or claimed. `deleted_by_table` counts the deleted files by table name; the name is empty if the
+    table of the file's folder is unknown.
     """
 
     plan_id: str
@@ -134,13 +145,13 @@ class ExecutedPlan:
     kept: int = 0
     failed: int = 0
     errors: tuple[str, ...] = ()
-    """The first errors of files that could not be deleted."""
+    """The first ten errors of files that could not be deleted, as `path: error`."""
     deleted_by_table: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CollectionResult:
-    """One pass: the due plans that it executed, and the new plan."""
+    """The outcome of one pass: the due plans that it executed or abandoned, and the new plan."""
 
     pass_id: str
     started_at: datetime
@@ -156,7 +167,7 @@ class CollectionResult:
 
 @dataclass(frozen=True)
 class OpenPlan:
-    """A journaled plan that was not executed yet."""
+    """A journaled plan that was neither executed completely nor abandoned."""
 
     plan_id: str
     created_at: datetime
@@ -167,7 +178,11 @@ class OpenPlan:
 
 @dataclass(frozen=True)
 class CollectionStatus:
-    """The journal in short. A pass that was killed has no end."""
+    """A summary of the journal.
+
+    `last_pass_ended_at` is None if the last pass is running or was killed. `last_metrics` are those of the
+    last finished pass; empty before the first.
+    """
 
     open_plans: tuple[OpenPlan, ...] = ()
     passes: int = 0

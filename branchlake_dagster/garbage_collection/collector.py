@@ -2,17 +2,18 @@
 
 The order of a pass makes it safe against commits that happen meanwhile:
 
-1. Heartbeats are read: which writers live.
-2. Live states are found, and all that they lead to is marked.
-3. The folders of all tables are listed, also of dropped ones.
-4. The references are read again, and what is new is marked, until no head has changed. So a file that was
-   listed and was committed before the end of this step is found as reachable.
-5. Due plans are executed. Each batch of files is preceded by step 4 and by a look at each file: a file
-   that has another size or time, that is reachable or claimed, is kept.
-6. The orphans that no open plan has are journaled as a new plan.
+1. Heartbeats are read, to find the living writers.
+2. The live table states are found, and all files that they lead to are marked as reachable.
+3. The folders of all tables are listed, also of dropped tables.
+4. The references are read again, and files of new states are marked, until no head has changed. So a file
+   that was listed and was committed before the end of this step is found as reachable.
+5. Due plans are executed. Before each batch of files, step 4 is repeated and each file is inspected: a file
+   whose size or time has changed, or that is reachable or claimed now, is kept.
+6. The orphans that are not in an open plan are journaled as a new plan.
 
 If heartbeats or folders cannot be read, or the storage does not answer for metadata, the pass ends, and no
-further file is deleted. If a metadata file is missing or damaged, the pass plans and deletes nothing.
+further file is deleted. If a metadata file of a table in the warehouse is missing or damaged, the pass
+plans and deletes nothing.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ from branchlake_dagster.stored_names import JOURNAL_BRANCH, ReferencePrefix
 BATCH_FILES = 2_000
 """How many files are deleted before the references are read again."""
 MAX_PLANNED_FILES = 500_000
-"""The most files of a plan: a plan is in memory as a whole. The next pass plans the others."""
+"""The most files of one plan, because a whole plan is kept in memory. The next pass plans the other files."""
 _SAMPLE_FILES = 20
 _SHOWN_ERRORS = 10
 _LISTING_SHARE = 0.5
-"""The part of the budget that listing may use, so that due plans are executed as well."""
+"""The fraction of the budget that listing may use, so that due plans are executed as well."""
 _MAX_UPDATES = 100
 
 
@@ -85,12 +86,12 @@ class _Pass:
     reachable: ReachableFiles
     rule: OrphanRule
     folders: dict[str, str] = field(default_factory=dict)
-    """The folders of tables, also of dropped ones -> the tables' names."""
+    """The folders of tables, also of dropped tables -> the table's name; empty if the name is unknown."""
     metrics: PassMetrics = field(default_factory=PassMetrics)
     listed_names: list[str] = field(default_factory=list)
     """The folders in the order in which they are listed."""
     early_counts: dict[str, int] = field(default_factory=dict)
-    """The number of listed files that were kept by their time or name, by verdict."""
+    """The number of listed files that are too young or hidden, by verdict. They are not in the spool."""
     next_folder: str = ""
     """The folder at which the next pass begins to list; empty if all were listed."""
     deadline: float = math.inf
@@ -98,24 +99,27 @@ class _Pass:
     batch_count: int = 0
     """The number of batches of planned files that were begun."""
     _borrowed_folders: frozenset[str] = frozenset()
-    """Canonical folders in which files of damaged tables lie."""
+    """Canonical folders in which files of damaged tables lie, also folders of other tables."""
     _damage: tuple[int, int] = (0, 0)
-    """The numbers of damaged tables and of states for which `_borrowed_folders` were found."""
+    """The numbers of damaged tables and of live states when `_borrowed_folders` was last computed."""
 
     @property
     def is_blocked(self) -> bool:
-        """Whether metadata cannot be read that may lead to any file, so that none may be deleted."""
+        """Whether a metadata file in the warehouse cannot be read.
+
+        It may lead to any file, so none is deleted.
+        """
         return bool(self.reachable.unreadable_states)
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the pass begins no further work, except for the first batch of a due plan."""
+        """Whether the budget has ended. Then only the first batch of a due plan is still begun."""
         return self.monotonic() >= self.deadline
 
     def mark_new_states(self) -> None:
-        """Mark what references have that was not marked yet, until no reference changes meanwhile.
+        """Mark the files of states that references gained since the last call, and update the rule.
 
-        Marks once after the end of the budget.
+        Repeats until no reference has a new state; after the end of the budget, reads the references once.
         """
         for _ in range(_MAX_UPDATES):
             new_states = self.history.update()
@@ -129,7 +133,10 @@ class _Pass:
             self.rule = replace(self.rule, protected_folders=protected)
 
     def _find_folders_of_damaged_tables(self) -> frozenset[str]:
-        """Return the canonical folders of tables of which a file cannot be read, and those that they use."""
+        """Return the canonical folders of damaged tables, and folders of other tables that they use.
+
+        A table is damaged if one of its metadata files, manifest lists or manifests cannot be read.
+        """
         damaged_tables = self.reachable.damaged_tables
         if not damaged_tables or self.is_blocked:
             return frozenset()
@@ -207,10 +214,10 @@ class FileCollector:
         sleep: Callable[[float], None] = time.sleep,
         progress: Callable[[str], None] = lambda _: None,
     ) -> FileCollector:
-        """Return the collector of a lake, by its settings.
+        """Create the collector of a lake from its settings. `budget_s` replaces the budget of the settings.
 
         `horizons` are history horizons by pattern of reference names, such as `{"release-*":
-        timedelta(days=365)}`. Give the same ones to each pass.
+        timedelta(days=365)}`. Give the same horizons to each pass: a plan made with others is not executed.
         """
         settings = lake.settings
         files = WarehouseFiles.from_settings(settings)
@@ -246,7 +253,8 @@ class FileCollector:
         """Execute the plans that are due, and journal a plan for the files that are orphans now.
 
         May be killed at any point and called again. `adopt_journal` accepts Nessie's journal although the
-        warehouse names another one. Raises as `plan`, and JournalContended; then no further file is deleted.
+        warehouse names another journal. Raises the errors of `plan`, and JournalContended if other
+        collections keep changing the journal; after an error no further file is deleted.
         """
         pass_id = uuid.uuid4().hex
         clocks = [self._now(), self.journal.open(adopt=adopt_journal)]
@@ -276,10 +284,11 @@ class FileCollector:
         return CollectionResult(pass_id, now, self._now(), executed, plan)
 
     def explain(self, question: str) -> FileExplanation | MomentExplanation:
-        """Return which references keep a file, or since when none does, or if `table@moment` can be read.
+        """Explain which references keep a file, or whether a table can be read at an earlier moment.
 
-        `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. Reads the metadata
-        of all live states, as a pass does. Raises as `plan`, and ConfigurationError for a malformed moment.
+        `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. For a file, reads
+        the metadata of all live states; files that cannot be read are in `FileExplanation.unreadable`.
+        Raises NessieError, WarehouseUnreadable, and ConfigurationError for a malformed moment.
         """
         now = self._now()
         history = LiveHistory(self._client, self.rules.horizon, now, progress=self._progress)
@@ -288,7 +297,7 @@ class FileCollector:
         return explainer.explain(question, now)
 
     def status(self) -> CollectionStatus:
-        """Return the journal in short. Reads only the journal."""
+        """Return a summary of the journal. Reads only the journal."""
         events = self.journal.load_events()
         started = [event for event in events if event["event"] == "started"]
         finished = [event for event in events if event["event"] == "finished"]
@@ -361,9 +370,10 @@ class FileCollector:
         )
 
     def _forget_swept_states(self, one: _Pass) -> None:
-        """Forget unreadable states that the clean-up of discarded runs deletes, or deleted meanwhile.
+        """Forget unreadable states that no reference needs, apart from the tags of a clean-up.
 
-        Such a sweep deletes metadata before its tag. Reads the references again if a state is unreadable.
+        The clean-up of discarded runs deletes metadata files before its own tag (`ReferencePrefix.SWEEPING`),
+        so these files may be missing. Reads the references again if a state is unreadable.
         """
         unreadable = one.reachable.unreadable_states
         if not unreadable:
@@ -375,7 +385,10 @@ class FileCollector:
         one.reachable.forget_states(unreadable - history.states.keys())
 
     def _find_table_folders(self, one: _Pass) -> dict[str, str]:
-        """Return the folders of all tables that were ever found, with the tables' names."""
+        """Return the folders of all tables that were ever found, each with its table's name.
+
+        The name is empty for a folder that only a writer has recorded.
+        """
         folders = dict(one.reachable.table_folders)
         main_hash = one.history.heads[MAIN]
         since = self.journal.last_main_hash()
@@ -393,9 +406,10 @@ class FileCollector:
         return folders
 
     def _list_folders(self, one: _Pass, spool: CandidateSpool) -> tuple[int, int, int]:
-        """List the folders into `spool`. Return the numbers of files, of folders, and of folders not listed.
+        """List the files of the folders, and add those that may be orphans to `spool`.
 
-        Begins where the last pass stopped, so that each folder has its turn whatever the budget is.
+        Return three numbers: listed files, listed folders, and folders that were not listed because the
+        budget ended. Begins where the last pass stopped, so that each folder is listed in some pass.
         """
         folders = select_folders(one.folders, self._files)
         position = self.journal.last_folder_position()
@@ -425,7 +439,7 @@ class FileCollector:
     def _find_orphans(
         self, one: _Pass, spool: CandidateSpool, planned_paths: frozenset[str]
     ) -> list[PlannedFile]:
-        """Return the listed files that are orphans and that no plan has, at most as many as a plan has."""
+        """Return at most `MAX_PLANNED_FILES` files of `spool` that are orphans and not in `planned_paths`."""
         kept = dict(one.metrics.kept)
         orphans: list[PlannedFile] = []
         keys: list[np.uint64] = []
@@ -480,7 +494,10 @@ class FileCollector:
     def _record_plan(
         self, one: _Pass, plan: CollectionPlan, orphans: Sequence[PlannedFile]
     ) -> CollectionPlan:
-        """Journal a plan. The event that makes it valid is the last to be written."""
+        """Journal a plan, and return it with its new id.
+
+        The files are written first, and then the event that makes the plan valid.
+        """
         plan_id = uuid.uuid4().hex
         self.journal.record_files(plan_id, orphans, "planned", one.now)
         open_plan = OpenPlan(plan_id, one.now, plan.due_at, plan.file_count, plan.size_bytes)
@@ -556,7 +573,10 @@ class FileCollector:
         )
 
     def _select_orphans(self, one: _Pass, batch: Sequence[PlannedFile]) -> list[PlannedFile]:
-        """Return the files that the rule still calls orphans, and that are gone or unchanged."""
+        """Return the planned files that are still orphans and whose size and time are as planned.
+
+        Files that do not exist any more are returned as well.
+        """
         locations = [self._files.location_of(file.path) for file in batch]
         present = self._files.inspect([file.path for file in batch])
         last_change_us = np.array(
@@ -586,7 +606,10 @@ def _may_belong_to(folder: str, tables: Iterable[str]) -> bool:
 
 
 def select_folders(folders: Mapping[str, str], files: WarehouseFiles) -> dict[str, str]:
-    """Return the folders to list: those inside the warehouse, without folders that lie in another of them."""
+    """Return the folders to list, each with its table's name.
+
+    These are the folders inside the warehouse, without folders that lie in another folder of `folders`.
+    """
     inside = {canonical_location(folder): folder for folder in folders if files.is_table_folder(folder)}
     selected: dict[str, str] = {}
     last = ""

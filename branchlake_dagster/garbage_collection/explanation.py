@@ -28,9 +28,9 @@ from branchlake_dagster.nessie.model import ContentKey
 
 @dataclass(frozen=True)
 class FileHolder:
-    """A table state that leads to a file: at a commit that a reference has.
+    """A table state from which a file is reachable, and a reference and commit that have this state.
 
-    `snapshot_ids` are the snapshots of the state that have the file; empty for metadata and statistics.
+    `snapshot_ids` are the snapshots of the state that contain the file; empty for metadata and statistics.
     """
 
     reference: str
@@ -42,11 +42,13 @@ class FileHolder:
 
 @dataclass(frozen=True)
 class FileExplanation:
-    """Who keeps a file. Without holders, no live commit leads to it.
+    """The references that keep a file: `holders`. If it is empty, the file is not reachable.
 
-    `state` is the newest one in the journal (`planned`, `deleted`, …), or empty. `unreachable_since` is when
-    a pass first found that nothing leads to the file; None if no pass did. `unreadable` are metadata files
-    that could not be read: they may lead to the file, so it is kept if it lies in a folder of their tables.
+    `state` is the file's newest state in the journal (`planned`, `deleted`, …), or empty. `last_root` says
+    how the file became unreachable, or is empty. `unreachable_since` is the time of the pass that first
+    planned to delete the file; None if no pass did, or if the file has holders. `due_at` is when an open
+    plan may delete it; None without such a plan. `unreadable` are metadata files that could not be read:
+    the file may be reachable from them, so it is kept if it lies in a folder of their tables.
     """
 
     path: str
@@ -65,8 +67,9 @@ class FileExplanation:
 class MomentExplanation:
     """Whether the state of a table at a moment of `main` can be read.
 
-    `commit` is the newest commit of `main` at that moment; None if `main` is younger. `expired` is true if no
-    reference keeps that commit: its files may be deleted. `oldest_moment` is the oldest one that is kept.
+    `commit` is the newest commit of `main` at that moment; None if the first commit of `main` is younger.
+    `exists` is whether that commit has the table. `expired` is true if no reference keeps that commit, so its
+    files may be deleted. `oldest_moment` is the oldest moment of `main` that is kept; None without commits.
     """
 
     table: str
@@ -78,7 +81,7 @@ class MomentExplanation:
 
 
 class Explainer:
-    """Answers questions about the files of `history`, which was updated."""
+    """Answers questions about files and moments. Call `history.update()` before you pass `history`."""
 
     def __init__(
         self,
@@ -100,7 +103,10 @@ class Explainer:
         self._unreadable: set[str] = set()
 
     def explain(self, question: str, now: datetime) -> FileExplanation | MomentExplanation:
-        """Answer a question: a path, or `table@moment`."""
+        """Answer a question: the path or location of a file, or `table@moment`.
+
+        See `FileCollector.explain`.
+        """
         name, separator, moment = question.rpartition("@")
         if separator and "/" not in question:
             return self._explain_moment(name, moment, now)
@@ -134,7 +140,7 @@ class Explainer:
         )
 
     def _find_references(self, state: LiveState, snapshot_ids: tuple[int, ...]) -> list[FileHolder]:
-        """Return the references whose head is at this state; else the one through which it was found."""
+        """Return the references whose heads have this state; if none has, the state's own reference."""
         at_head = []
         for name, head in self._history.heads.items():
             try:
@@ -148,7 +154,10 @@ class Explainer:
         ]
 
     def _find_in_state(self, state: LiveState, wanted: int) -> tuple[int, ...] | None:
-        """Return the snapshots of a state that have the file; None if the state does not lead to it."""
+        """Return the ids of the snapshots of a state that contain the file with the key `wanted`.
+
+        Empty for the metadata file and statistics; None if the file is not reachable from the state.
+        """
         if self._is_wanted(state.location, wanted):
             return ()
         if not state.is_table:
@@ -239,6 +248,9 @@ class Explainer:
 
 
 def find_oldest_moment(history: LiveHistory, now: datetime, rules: CollectionRules) -> datetime | None:
-    """Return the oldest moment of `main` that can be read: at most the horizon ago; None without commits."""
+    """Return the oldest moment at which `main` can be read; None if `main` has no commits.
+
+    This is the time of its oldest live commit, but not longer ago than the history horizon.
+    """
     oldest = history.oldest_commit_times.get(MAIN)
     return max(oldest, now - rules.horizon.duration(MAIN)) if oldest is not None else None

@@ -6,16 +6,16 @@ table of `main` alive. The tables are:
 - `branchlake.deleted_files`: one row per file and state (`planned`, then `deleted`, `missing`, `failed`
   or `kept`). The newest row counts.
 - `branchlake.collections`: one row per event of a pass or plan, with parameters and metrics.
-- `branchlake.table_folders`: the folders of all tables that were ever found. Files of dropped tables are
-  searched there.
+- `branchlake.table_folders`: the folders of all tables that were ever found. These folders are also
+  searched for files of dropped tables.
 
-Rows are only ever appended, and the row that makes a plan valid is written after the plan's files. So a
-pass may be killed at any point. Rows of old plans and old snapshots are removed by `trim`; the files that
-this leaves are collected like those of any other table, after the history horizon.
+A pass only appends rows, and the row that makes a plan valid is written after the plan's files. So a pass
+may be killed at any point. `trim` removes rows of old plans and old snapshots; their files are collected
+like those of any other table, after the history horizon.
 
-A small file in the warehouse names the journal that belongs to it, and how many passes it has. If Nessie
-has another journal, none, or an older one, then Nessie is another one or was restored from a backup. Then
-files of commits that it has lost look unreachable, so nothing is deleted.
+A marker file in the warehouse contains the id of the warehouse's journal and the journal's number of passes.
+If Nessie has no journal, another journal or fewer passes, Nessie was replaced or restored from a backup.
+Then files of commits that Nessie has lost look unreachable, so nothing is deleted.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class JournalLost(BranchlakeError, Terminal):  # noqa: N818 - named like the oth
 
 
 class JournalContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Other collections changed the journal at every attempt to write to it."""
+    """Other collections changed the journal at each of the eight attempts to write to it."""
 
 
 @dataclass(frozen=True)
 class JournaledPlan:
-    """A plan as it was journaled."""
+    """An open plan with its digests: of the plan's files, of the rules and of Nessie's heads."""
 
     plan: OpenPlan
     digest: str
@@ -114,7 +114,10 @@ class JournaledPlan:
 
 
 class CollectionJournal:
-    """The journal of one lake. It is created by `open`. Methods raise NessieError and OSError."""
+    """The journal of one lake. `open` creates its branch and tables.
+
+    Methods raise NessieError and OSError.
+    """
 
     def __init__(
         self, client: NessieClient, catalog: Callable[[], NessieCatalog], files: WarehouseFiles
@@ -126,21 +129,22 @@ class CollectionJournal:
 
     @classmethod
     def of_lake(cls, lake: Lakehouse, files: WarehouseFiles) -> CollectionJournal:
-        """Return the journal of a lake."""
+        """Create the object for the journal of a lake. Nothing is read or written."""
         properties = {NAMESPACE_CREATE: "true"}
         return cls(lake.nessie, lambda: lake.catalog(JOURNAL_BRANCH, properties=properties), files)
 
     # -- identity --------------------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Return whether Nessie has a journal."""
+        """Return whether Nessie has the journal's branch."""
         return self._client.has_reference(JOURNAL_BRANCH)
 
     def open(self, *, adopt: bool = False) -> datetime:
         """Create the journal if the lake has none, and compare it with the warehouse.
 
-        Return the time by the store's clock. `adopt` accepts the journal of Nessie as it is, or a new one.
-        Raises JournalLost.
+        Write the marker file, and return its time by the store's clock. With `adopt`, any journal of Nessie
+        is accepted, or a new journal is created. Raises JournalLost if the journal does not match the
+        warehouse.
         """
         marker = self.read_marker()
         self.verify(marker, adopt=adopt)
@@ -153,7 +157,10 @@ class CollectionJournal:
         return self._write_marker()
 
     def verify(self, marker: Mapping[str, Any] | None, *, adopt: bool = False) -> None:
-        """Raise JournalLost if the warehouse names another journal, or a later state of this one."""
+        """Raise JournalLost if Nessie's journal is missing, has another id or has fewer passes than `marker`.
+
+        `marker` is the result of `read_marker`. With None, or with `adopt`, nothing is checked.
+        """
         if marker is None or adopt:
             return
         journal_id = self._journal_id()
@@ -180,9 +187,9 @@ class CollectionJournal:
         )
 
     def read_marker(self) -> dict[str, Any] | None:
-        """Return the file in the warehouse that names its journal; None if it does not exist.
+        """Return the marker file as a dict with `journal` (an id) and `passes`; None if it does not exist.
 
-        A damaged file names no journal that exists.
+        For a damaged file, `journal` is an id that no journal has.
         """
         content = self._files.read_marker()
         if content is None:
@@ -232,7 +239,10 @@ class CollectionJournal:
         plan_id: str = "",
         details: Mapping[str, object] | None = None,
     ) -> None:
-        """Append an event of a pass or plan. The file in the warehouse counts passes afterwards."""
+        """Append an event of a pass or plan.
+
+        The event `started` also updates the number of passes in the marker file.
+        """
         row = {
             "pass_id": pass_id,
             "plan_id": plan.plan.plan_id if plan is not None else plan_id,
@@ -257,7 +267,7 @@ class CollectionJournal:
         now: datetime,
         errors: Mapping[str, str] | None = None,
     ) -> None:
-        """Append the state of files of a plan."""
+        """Append a row with the same state for each file. `errors` maps paths to error texts."""
         rows = [
             {
                 "plan_id": plan_id,
@@ -276,7 +286,10 @@ class CollectionJournal:
         self._append("deleted_files", rows)
 
     def record_folders(self, folders: Mapping[str, str], now: datetime) -> None:
-        """Append folders of tables that the journal does not have yet, with the tables' names."""
+        """Append the folders that the journal does not have yet.
+
+        `folders` maps a folder to its table's name.
+        """
         known_folders = self.load_folders()
         rows = [
             {"folder": folder, "table": table, "time": now}
@@ -292,7 +305,10 @@ class CollectionJournal:
         self._change(name, lambda table: table.append(frame))
 
     def _change(self, name: str, change: Callable[[Table], object]) -> None:
-        """Change a table. A row that is appended twice after an unknown outcome has the same meaning."""
+        """Change a table, with eight attempts. Raises JournalContended.
+
+        After an unknown outcome the change is repeated: a row that is stored twice has the same meaning.
+        """
         for _ in range(_ATTEMPTS):
             try:
                 change(self._load_table(name))
@@ -308,7 +324,7 @@ class CollectionJournal:
     # -- reading ---------------------------------------------------------------------------------------
 
     def count_passes(self) -> int:
-        """Return the number of passes that the journal has, removed ones included."""
+        """Return the number of passes that were ever started, including those whose rows `trim` removed."""
         events = self._load("collections", columns=("event", "details"))
         removed = [
             int(json.loads(row["details"]).get("passes", 0)) for row in events if row["event"] == "trimmed"
@@ -317,7 +333,7 @@ class CollectionJournal:
         return started + max(removed, default=0)
 
     def load_events(self) -> list[dict[str, Any]]:
-        """Return all events, oldest first, with `details` parsed."""
+        """Return all rows of `collections` as dicts, oldest first. `details` is parsed JSON."""
         events = self._load("collections")
         for event in events:
             event["details"] = json.loads(event["details"])
@@ -340,7 +356,7 @@ class CollectionJournal:
         return list(plans.values())
 
     def load_plan_files(self, plan_id: str) -> tuple[list[PlannedFile], frozenset[str]]:
-        """Return all files of a plan, and the paths of those that are done."""
+        """Return all files of a plan, and the paths of those that were deleted, missing, kept or failed."""
         rows = self._load("deleted_files", EqualTo("plan_id", plan_id))
         files = {
             row["path"]: PlannedFile(
@@ -358,7 +374,7 @@ class CollectionJournal:
         return list(files.values()), done_paths
 
     def load_planned_paths(self) -> frozenset[str]:
-        """Return the paths of all files in open plans that are not done."""
+        """Return the paths of all files in open plans that are still to be deleted."""
         paths: set[str] = set()
         for plan in self.open_plans():
             files, done_paths = self.load_plan_files(plan.plan.plan_id)
@@ -366,7 +382,7 @@ class CollectionJournal:
         return frozenset(paths)
 
     def load_planned_bytes(self) -> dict[str, int]:
-        """Return the bytes of all files in open plans that are not done, by the table of their folder."""
+        """Return the bytes of files in open plans that are still to be deleted, by the table's name."""
         sizes: Counter[str] = Counter()
         for plan in self.open_plans():
             files, done_paths = self.load_plan_files(plan.plan.plan_id)
@@ -376,27 +392,27 @@ class CollectionJournal:
         return dict(sizes)
 
     def find_file(self, path: str) -> list[dict[str, Any]]:
-        """Return all rows about a file, oldest first."""
+        """Return all rows of `deleted_files` with this path as dicts, oldest first."""
         return sorted(self._load("deleted_files", EqualTo("path", path)), key=lambda row: row["time"])
 
     def load_folders(self) -> dict[str, str]:
-        """Return the recorded folders of tables, with the tables' names."""
+        """Return the recorded folders of tables: folder -> table name."""
         return {row["folder"]: row["table"] for row in self._load("table_folders")}
 
     def count_deleted(self) -> tuple[int, int]:
-        """Return the number and the bytes of the deleted files in the journal."""
+        """Return the number and the total bytes of files that the journal records as deleted."""
         rows = self._load("deleted_files", EqualTo("state", "deleted"), columns=("path", "size"))
         frame = pl.DataFrame(rows, schema={"path": pl.String, "size": pl.Int64})
         return frame.height, int(frame["size"].sum())
 
     def last_main_hash(self) -> str | None:
-        """Return the hash up to which the log of `main` was read; None before the first pass."""
+        """Return the head of `main` that the last finished pass has read; None before the first pass."""
         events = self.load_events()
         hashes = [event["details"].get("main_hash") for event in events if event["event"] == "finished"]
         return next((each for each in reversed(hashes) if each), None)
 
     def last_folder_position(self) -> str:
-        """Return the folder at which the last pass stopped listing; empty if it listed all."""
+        """Return the folder at which the last finished pass stopped listing; empty if it listed all."""
         events = [event for event in self.load_events() if event["event"] == "finished"]
         return str(events[-1]["details"].get("next_folder", "")) if events else ""
 
@@ -422,9 +438,10 @@ class CollectionJournal:
     # -- size ------------------------------------------------------------------------------------------
 
     def trim(self, pass_id: str, now: datetime) -> None:
-        """Remove rows that are older than 90 days, and all but the last snapshots of the tables.
+        """Remove old rows: events older than 90 days, and files of plans that were closed before that.
 
-        Plans are removed whole, which rewrites no file.
+        Also expires all snapshots of each journal table except the last ten. The files of a plan are one
+        partition, so removing them rewrites no data file.
         """
         oldest = now - _KEEP_ROWS
         events = self.load_events()

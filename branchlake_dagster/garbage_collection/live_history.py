@@ -1,12 +1,11 @@
 """Find the table states that may still be read, from all references of Nessie and their histories.
 
 A commit is live if it is the head of a branch or tag, or younger than the history horizon of a reference
-whose history has it. The newest commit older than the horizon is live as well, because it was the state
-of the lake at the horizon. Every state of a table or view that a live commit has is live.
+whose history contains it. The newest commit older than the horizon is live as well, because it was the
+state of the lake at the horizon. Every state of a table or view that a live commit has is live.
 
 References share most of their history. A commit is read once, so a hundred references cost about as much
-as one. Names of references play no part: references of other Dagster instances and of other tools count
-too.
+as one. References of other Dagster instances and of other tools count as well.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from branchlake_dagster.nessie.model import (
 )
 
 CLOCK_TOLERANCE = timedelta(hours=1)
-"""Clocks of the servers that wrote a history may differ by this much."""
+"""The largest difference that is expected between clocks of the servers that wrote a history."""
 _MAX_PAGE = 200
 
 
 @dataclass(frozen=True)
 class HistoryHorizon:
-    """How long earlier commits stay readable: `default`, or what the first matching pattern names.
+    """How long earlier commits stay readable: the duration of the first matching pattern, else `default`.
 
     `by_pattern` maps patterns of reference names (`release-*`, as in a shell) to durations.
     """
@@ -52,9 +51,10 @@ class HistoryHorizon:
 
 @dataclass(frozen=True)
 class LiveState:
-    """A state of a table or view that a live commit has: the first one found, for reports.
+    """A state of a table or view that a live commit has.
 
-    `content_type` is `ICEBERG_TABLE`, or Nessie's type of another content whose file this is.
+    `location` is the state's metadata file. `reference` and `commit` say where the state was found first;
+    other references and commits may have it too. `content_type` is Nessie's type, such as `ICEBERG_TABLE`.
     """
 
     location: str
@@ -70,9 +70,10 @@ class LiveState:
 
 
 def content_locations(content: Content) -> tuple[tuple[str, str], ...]:
-    """Return the files that a content names, each with the content's type. Namespaces name none.
+    """Return the locations that a content names, each with the content's type; empty for a namespace.
 
-    Any text with a slash may be a location in a content of a type that this package does not know.
+    If this package does not know the content's type, every string of its payload with a slash counts as a
+    location.
     """
     if isinstance(content, IcebergTable):
         return ((content.metadata_location, "ICEBERG_TABLE"),)
@@ -89,9 +90,9 @@ def content_locations(content: Content) -> tuple[tuple[str, str], ...]:
 class LiveHistory:
     """The live states of a lake at `now`. `update` reads the references, and may be called again.
 
-    States are only ever added: what was live once stays live for this object. `progress` is called with a
-    sentence. `excluded` references count as all others, but changes of them are not reported by `update`.
-    References whose names begin with `ignored_prefixes` do not count at all.
+    States are only added: a state that was live once stays live for this object. `progress` is called with
+    a sentence. States of `excluded` references are live as well, but their heads are not in `heads_digest`.
+    References whose names begin with one of `ignored_prefixes` are not read.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class LiveHistory:
         self._ignored_prefixes = ignored_prefixes
         self._progress = progress
         self._covered: dict[str, datetime] = {}
-        """Commits that were read -> the time back to which the history below them was read."""
+        """Commits that were read -> the time back to which the history before the commit was read."""
         self._listed_hash: str | None = None
         self.heads: dict[str, str] = {}
-        """The references at the last update, by name."""
+        """The head of each reference at the last update, by the reference's name."""
         self.states: dict[str, LiveState] = {}
         """The live states by location."""
         self.oldest_commit_times: dict[str, datetime] = {}
-        """The time of the oldest live commit that was read through a reference, by its name."""
+        """The time of the oldest commit that was read from a reference, by the reference's name."""
 
     @property
     def commit_count(self) -> int:
@@ -130,7 +131,7 @@ class LiveHistory:
         return commit_hash in self._covered
 
     def update(self) -> list[LiveState]:
-        """Read the references and what is new in their histories. Return the states that are new.
+        """Read the references and the new commits of their histories. Return the states that were added.
 
         Raises NessieError. Costs one request for all references, and one for each new head.
         """
@@ -150,7 +151,7 @@ class LiveHistory:
         return list(self.states.values())[known_locations:]
 
     def heads_digest(self) -> str:
-        """Return a hash of all references and their heads, without the excluded ones."""
+        """Return the SHA-256 of all references and their heads, without the excluded references."""
         lines = sorted(f"{name} {head}" for name, head in self.heads.items() if name not in self._excluded)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -182,7 +183,10 @@ class LiveHistory:
                 self._add_content(operation.key, operation.content, ref_name, entry.commit.hash)
 
     def _add_listing(self, commit_hash: str, ref_name: str) -> None:
-        """Add all states that a commit has. Compared with the first listing, a later one is short."""
+        """Add all states that a commit has.
+
+        After the first call, only differences from that commit are read.
+        """
         if self._listed_hash is None:
             self._listed_hash = commit_hash
             listing: Iterable[tuple[ContentKey, Content | None]] = (
@@ -203,10 +207,11 @@ class LiveHistory:
 
 
 def read_main_tables(client: NessieClient, main_hash: str, since: str | None) -> Mapping[str, ContentKey]:
-    """Return the metadata files that commits of `main` named, after `since` or ever, with their tables.
+    """Return the metadata files of all tables that commits of `main` have put: location -> table key.
 
-    The tables may be dropped since. Raises ReferenceNotFound if the history of `main_hash` does not have
-    `since`. Reads no file. Costs one request per 200 commits.
+    Only commits after `since` are read; None reads all commits. The tables may have been dropped later.
+    Raises ReferenceNotFound if the history of `main_hash` does not contain `since`. Reads no file. Costs one
+    request per 200 commits.
     """
     locations: dict[str, ContentKey] = {}
     for entry in client.log(f"@{main_hash}", since=since, fetch_operations=True):

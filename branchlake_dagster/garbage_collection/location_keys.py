@@ -34,7 +34,7 @@ _FAMILIES = {
 }
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _MAX_DECODINGS = 4
-"""Engines encode a partition's value, and some encode the whole path again."""
+"""How often percent-encoding is decoded: engines encode a partition's value, some the whole path again."""
 _MAX_CACHED_FOLDERS = 200_000
 _SPECIAL = r"[%+]|[^\x00-\x7f]"
 
@@ -55,7 +55,10 @@ def split_scheme(location: str) -> tuple[str, str]:
 
 
 def canonical_location(location: str) -> str:
-    """Return the spelling that stands for all spellings of a location, without a slash at the end."""
+    """Return the one spelling that all equivalent spellings of a location share, such as `s3:/bucket/key`.
+
+    It has no slash at the end. Symbolic links of local paths are resolved.
+    """
     family, path = split_scheme(location)
     if family == "file":
         path = os.path.realpath(path)
@@ -122,7 +125,10 @@ class LocationKeyer:
 
 
 class KeySet:
-    """A growing set of keys in sorted arrays: 8 bytes per key, and at most twice that while it grows."""
+    """A growing set of keys in sorted arrays.
+
+    It uses 8 bytes per key, and at most twice that while it grows.
+    """
 
     def __init__(self) -> None:
         self._sorted: Keys = np.empty(0, np.uint64)
@@ -130,7 +136,7 @@ class KeySet:
         self._pending_count = 0
 
     def add(self, keys: Keys) -> None:
-        """Add keys."""
+        """Add keys. Keys that the set has already are allowed."""
         if keys.size:
             self._pending.append(keys)
             self._pending_count += keys.size
@@ -138,7 +144,7 @@ class KeySet:
                 self._merge()
 
     def contains(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return for each key whether the set has it."""
+        """Return for each key whether the set contains it, as an array of the same size."""
         self._merge()
         if not self._sorted.size:
             return np.zeros(keys.size, np.bool_)

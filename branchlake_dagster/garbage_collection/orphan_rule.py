@@ -28,13 +28,13 @@ class FileVerdict(StrEnum):
     ORPHAN = "orphan"
     REACHABLE = "reachable"
     YOUNG = "young"
-    """Younger than the grace, or from the future by the store's clock."""
+    """Younger than the grace period, or its time is in the future."""
     HIDDEN = "hidden"
-    """Its name or a folder's name begins with `.` or `_`, as names of other tools' files do."""
+    """The file's name or a folder's name begins with `.` or `_`, as names of other tools' files do."""
     CLAIMED = "claimed"
-    """A living writer may have written it."""
+    """A living writer may have written the file."""
     PROTECTED = "protected"
-    """Metadata of its table cannot be read."""
+    """Metadata of the file's table, or of any table in the warehouse, cannot be read."""
 
 
 def is_hidden(relative_path: str) -> bool:
@@ -50,13 +50,16 @@ def is_hidden(relative_path: str) -> bool:
 
 @dataclass(frozen=True)
 class OrphanRule:
-    """The rule at one moment: `now` is by the slowest clock, and files must be older than `grace`."""
+    """The rule that decides at one moment which files are orphans: unreachable, and older than `grace`.
+
+    `now` is the time of the slowest clock.
+    """
 
     now: datetime
     grace: timedelta
     claims: tuple[WriterClaim, ...] = ()
     protected_folders: frozenset[str] = frozenset()
-    """Canonical folders."""
+    """Canonical folders whose files are all kept."""
 
     @cached_property
     def newest_change_us(self) -> int:
@@ -66,10 +69,10 @@ class OrphanRule:
     def judge(
         self, keys: Keys, last_change_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
     ) -> list[FileVerdict]:
-        """Judge files that are not hidden, in their order.
+        """Return the verdict of each file. Files that are hidden must not be passed.
 
-        The times are those of `ListedFile.last_change_us`. `locations` are needed only for files that no
-        other rule keeps.
+        `keys`, `last_change_us` (`ListedFile.last_change_us`) and `locations` are parallel: one element per
+        file. `reachable` has the keys of all reachable files.
         """
         verdicts = [FileVerdict.REACHABLE] * int(keys.size)
         claimed_since = earliest_claim(self.claims, self.now)

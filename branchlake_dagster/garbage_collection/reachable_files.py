@@ -1,19 +1,19 @@
-"""Mark the files that live states of tables lead to.
+"""Mark the files that are reachable from live states of tables.
 
 A state leads to its metadata file, the manifest lists of its snapshots, their manifests, the data and
-delete files in these that were not removed, and its statistics. It does not lead to earlier metadata
-files: those are reachable if a live commit has them.
+delete files that these manifests list and do not mark as removed, and its statistics. It does not lead to
+earlier metadata files: an earlier metadata file is reachable only if a live commit has it.
 
-A file that is missing or damaged on the way hides what it led to:
+A metadata file, manifest list or manifest that is missing or damaged hides the files that it names:
 
 - A metadata file hides all files of its table, which may lie in the folders of other tables. Then all files
   of the warehouse are kept.
 - A manifest list or manifest hides only some files. Then all files of the table's folders are kept, and of
   the folders where its other files lie.
 
-Files outside the warehouse may belong to others. If one of them cannot be read for good (its bucket is
-gone, or access is denied), its table is kept as if a manifest could not be read. A storage that does not
-answer ends the pass.
+Files outside the warehouse may belong to others. If such a file can never be read again (its bucket is
+gone, or its scheme is unknown), its table is kept as if a manifest could not be read. If a storage does not
+answer or refuses access, the pass ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from branchlake_dagster.tables.table_files import table_root
 
 _FILES_AT_ONCE = 256
 _POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
-"""What Polars raises for an Avro file of a codec or type that it does not read."""
+"""The errors that Polars raises for an Avro file with a codec or type that it does not support."""
 _FOLDER_PROPERTIES = (
     TableProperties.WRITE_DATA_PATH,
     TableProperties.WRITE_METADATA_PATH,
@@ -80,17 +80,20 @@ class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like th
 
 @dataclass(frozen=True)
 class StateFiles:
-    """What a metadata file names directly. `folders` are those that the table's writers use."""
+    """The files and folders that a metadata file names directly.
+
+    `folders` are the table's location and the folders of its properties, in which writers create files.
+    """
 
     manifest_lists: tuple[str, ...] = ()
     manifests: tuple[tuple[str, int], ...] = ()
-    """Manifests that snapshots name without a list (format version 1), with length 0."""
+    """Manifests that snapshots name without a manifest list (format version 1): path, and 0 as length."""
     statistics: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
 
 
 def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
-    """Return the files that table metadata names, from its fields as JSON."""
+    """Return the files and folders that table metadata names. `metadata` are the fields of its JSON."""
     snapshots = metadata.get("snapshots") or ()
     properties = metadata.get("properties") or {}
     folders = [metadata.get("location"), *(properties.get(name) for name in _FOLDER_PROPERTIES)]
@@ -104,18 +107,18 @@ def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
 
 
 def conventional_folders(location: str) -> tuple[str, ...]:
-    """Return the folder of the table that a metadata file belongs to, by the file's path; empty if unknown.
+    """Return the folder of a table, from the path of its metadata file: a tuple of one folder, or of none.
 
-    Only a file in a folder `metadata` shows it. A metadata file that somebody copied to another folder and
-    registered there does not make that folder the table's.
+    The result is empty unless the file lies in a folder `metadata`. So if somebody copied a metadata file
+    to another folder and registered the copy, that folder does not count as a table's folder.
     """
     return (table_root(location),) if location.rpartition("/")[0].endswith("/metadata") else ()
 
 
 def read_manifest_list(io: FileIO, location: str) -> list[tuple[str, int]]:
-    """Return the manifests in a manifest list, with their lengths in bytes.
+    """Return the path and the length in bytes of each manifest in a manifest list.
 
-    Raises FileNotFoundError, another OSError, and StoredFileDamaged.
+    Raises FileNotFoundError or another OSError if the list cannot be read, and StoredFileDamaged.
     """
     content = read_content(io, location)
     try:
@@ -130,7 +133,11 @@ def read_manifest_list(io: FileIO, location: str) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class ManifestPaths:
-    """The files in a manifest: the live ones, and the removed ones with the snapshots that removed them."""
+    """The paths of files in a manifest.
+
+    `live` are the files that the manifest does not mark as removed. `removed_by` has the id of the snapshot
+    that removed each file of `removed`, or -1 if it is unknown.
+    """
 
     live: pl.Series
     removed: pl.Series
@@ -138,9 +145,10 @@ class ManifestPaths:
 
 
 def read_manifest_paths(io: FileIO, location: str, length: int) -> ManifestPaths:
-    """Return the files that a manifest lists, live and removed. Raises as `read_manifest_list`.
+    """Return the files that a manifest lists, live and removed. Raises the errors of `read_manifest_list`.
 
-    A manifest that is shorter than recorded is damaged, although its first blocks may be readable.
+    `length` is the recorded length in bytes; 0 if unknown. A manifest that is shorter is damaged, although
+    its first blocks may be readable.
     """
     content = read_content(io, location, length)
     try:
@@ -180,7 +188,7 @@ def _read_entries(content: bytes, location: str) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class TableSource:
-    """The table that names a file, and the folders where its files lie."""
+    """The name of the table whose metadata names a file, and the folders where the table's files lie."""
 
     table: str
     folders: tuple[str, ...]
@@ -194,7 +202,7 @@ class RemovedFiles:
     snapshot_ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     def find(self, wanted: npt.NDArray[np.uint64]) -> list[int | None]:
-        """Return for each key the snapshot that removed the file; None if it is not known."""
+        """Return for each key the id of a snapshot that removed the file; None if the snapshot is unknown."""
         if not self.keys:
             return [None] * wanted.size
         keys, ids = np.concatenate(self.keys), np.concatenate(self.snapshot_ids)
@@ -206,12 +214,12 @@ class RemovedFiles:
 
 
 class ReachableFiles:
-    """The keys of all files that the added states lead to. Each file is read once.
+    """The keys of all files that are reachable from the added states. Each metadata file is read once.
 
     Args:
         properties: PyIceberg's FileIO properties.
-        keyer: Computes the keys; the same object serves the files that are compared.
-        warehouse: The canonical location of the warehouse, in which all candidates lie.
+        keyer: Computes the keys. Use the same object for the files that are compared with `keys`.
+        warehouse: The canonical location of the warehouse, in which all files lie that may be deleted.
         progress: Called with a sentence.
     """
 
@@ -227,20 +235,26 @@ class ReachableFiles:
         self._warehouse = warehouse
         self._progress = progress
         self._read_digests: set[bytes] = set()
-        """Digests of locations that were read. They have 16 bytes: a collision would lose a root."""
+        """Digests of locations that were read.
+
+        They have 16 bytes, because after a collision a file is not read.
+        """
         self._ios: dict[str, FileIO] = {}
         self.keys = KeySet()
         self.removed = RemovedFiles()
         self.table_folders: dict[str, str] = {}
         """Folders of live tables -> the table's name."""
         self.protected_folders: dict[str, str] = {}
-        """Canonical folders whose files are all kept -> the file that could not be read, or is unknown."""
+        """Canonical folders whose files are all kept -> the file that is unreadable or of an unknown type."""
         self.unreadable_files: set[str] = set()
         """All files that could not be read."""
         self.unreadable_states: set[str] = set()
-        """Metadata files in the warehouse that could not be read. Then all its files are kept."""
+        """Metadata files in the warehouse that could not be read.
+
+        If there are any, all its files are kept.
+        """
         self.damaged_tables: dict[str, str] = {}
-        """Names of tables of which a file could not be read -> that file."""
+        """Names of tables with a file that could not be read -> the location of the first such file."""
 
     def forget_states(self, locations: Collection[str]) -> None:
         """Forget that these metadata files could not be read, because no reference needs them any more."""
@@ -252,14 +266,14 @@ class ReachableFiles:
             self._protect(self._warehouse, location)
 
     def add_states(self, states: Sequence[LiveState]) -> None:
-        """Mark all files that these states lead to.
+        """Mark all files that are reachable from these states.
 
         Raises RootsUnreadable if the storage does not answer.
         """
         self.keys.add(self._keyer.keys([state.location for state in states]))
         for state in states:
             if not state.is_table and state.content_type != "ICEBERG_VIEW":
-                # A content of an unknown type may use all files beside and below the one that it names.
+                # A content of an unknown type may use all files next to the file that it names, and below it.
                 for folder in (f"{state.location.rstrip('/')}/", table_root(state.location)):
                     self._protect(folder, state.location)
         tables = self._select_unread([state for state in states if state.is_table], lambda one: one.location)
@@ -306,9 +320,9 @@ class ReachableFiles:
             self.removed.snapshot_ids.append(np.concatenate([each.removed_by for each in with_removed]))
 
     def find_borrowed_folders(self, states: Iterable[LiveState]) -> set[str]:
-        """Return all folders in which files of damaged tables lie, by what can be read of these tables.
+        """Return all folders in which live files of damaged tables lie, as far as manifests can be read.
 
-        Reads all metadata of these tables again. Raises RootsUnreadable.
+        Reads all metadata of these tables again. Raises RootsUnreadable if the storage does not answer.
         """
         damaged = [state for state in states if state.is_table and state.key.name in self.damaged_tables]
         lists: dict[str, TableSource] = {}
@@ -360,7 +374,11 @@ class ReachableFiles:
         return paths
 
     def _read(self, location: str, source: TableSource, read_file: Callable[[], Any]) -> Any:
-        """Read a file; None if it is missing or damaged, and then its table's folders are protected."""
+        """Return the result of `read_file`; None if the file is missing or damaged.
+
+        In this case the folders of its table are protected.
+        Raises RootsUnreadable after any other error.
+        """
         try:
             return read_file()
         except (FileNotFoundError, StoredFileDamaged):

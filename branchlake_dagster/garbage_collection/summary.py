@@ -35,7 +35,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_plan(plan: CollectionPlan) -> str:
-    """Return what would be deleted, as sentences."""
+    """Format a plan as sentences: compared files, planned files, and reasons why files are kept."""
     metrics = plan.metrics
     listed = (
         f"{format_count(metrics.listed_files, 'file')} in {format_count(metrics.listed_folders, 'folder')}"
@@ -72,7 +72,7 @@ def _format_files(kind: str, locations: Sequence[str]) -> str:
 
 
 def format_result(result: CollectionResult) -> str:
-    """Return what a pass did, as sentences."""
+    """Format the result of a pass as sentences: the executed plans, then the new plan."""
     sentences = []
     for executed in result.executed:
         deleted = f"{format_count(executed.deleted, 'file')} deleted, {format_size(executed.deleted_bytes)}"
@@ -82,7 +82,7 @@ def format_result(result: CollectionResult) -> str:
 
 
 def list_table_rows(plan: CollectionPlan) -> list[tuple[str, str, str]]:
-    """Return a row per table for `TABLE_HEADERS`: those with the most bytes first."""
+    """Return a row per table for `TABLE_HEADERS`, the tables with the most bytes first."""
     by_size = sorted(plan.files_by_table.items(), key=lambda item: -item[1][1])
     return [(table or "(unknown)", f"{count:,}", format_size(size)) for table, (count, size) in by_size]
 
@@ -115,7 +115,7 @@ def list_holder_rows(explanation: FileExplanation) -> list[tuple[str, str, str, 
 
 
 def format_explanation(explanation: FileExplanation | MomentExplanation) -> str:
-    """Return the answer to `explain`, as sentences."""
+    """Format the answer of `FileCollector.explain` as sentences."""
     if isinstance(explanation, MomentExplanation):
         return _format_moment(explanation)
     path = explanation.path
@@ -203,7 +203,7 @@ def result_to_json(result: CollectionResult) -> dict[str, Any]:
 
 
 def status_to_json(status: CollectionStatus) -> dict[str, Any]:
-    """Return the journal in short as JSON."""
+    """Return the summary of the journal as JSON."""
     started, ended = status.last_pass_started_at, status.last_pass_ended_at
     return {
         "open_plans": [
@@ -226,7 +226,7 @@ def status_to_json(status: CollectionStatus) -> dict[str, Any]:
 
 
 def explanation_to_json(explanation: FileExplanation | MomentExplanation) -> dict[str, Any]:
-    """Return the answer to `explain` as JSON. `kind` is `file` or `moment`."""
+    """Return the answer of `FileCollector.explain` as JSON. `kind` is `file` or `moment`."""
     if isinstance(explanation, MomentExplanation):
         oldest = explanation.oldest_moment
         return {

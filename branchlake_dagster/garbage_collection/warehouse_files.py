@@ -40,7 +40,7 @@ _LOCAL_THREADS = 8
 
 
 class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """A folder or file of the warehouse cannot be read; no file of it was deleted."""
+    """A folder or file of the warehouse cannot be read. The files in question were not deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,11 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What happened to a file: `state` is `deleted`, `missing` (it was gone already) or `failed`."""
+    """The outcome of deleting one file.
+
+    `state` is `deleted`, `missing` (the file did not exist any more), `failed`, or `kept` (it was not tried).
+    `error` names the exceptions if `state` is `failed`.
+    """
 
     path: str
     state: str
@@ -94,7 +98,7 @@ class WarehouseFiles:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> WarehouseFiles:
-        """Return the files of a lake."""
+        """Create the object for the warehouse of a lake from its settings."""
         return cls(settings.warehouse_uri, settings.file_io_properties())
 
     # -- names -----------------------------------------------------------------------------------------
@@ -114,7 +118,7 @@ class WarehouseFiles:
         )
 
     def path_of(self, location: str) -> str:
-        """Return the path of a location in the warehouse's file system."""
+        """Return the path of a location in the warehouse's file system: the location without its scheme."""
         family, path = split_scheme(location)
         return "/" + path.lstrip("/") if family == "file" else path
 
@@ -125,10 +129,10 @@ class WarehouseFiles:
     # -- reading ---------------------------------------------------------------------------------------
 
     def iter_files(self, folder: str) -> Iterator[ListedFile]:
-        """Iterate over all files below a folder. A missing folder has none. Raises WarehouseUnreadable.
+        """Iterate over all files below a folder; over none if it does not exist. Raises WarehouseUnreadable.
 
-        Local symbolic links are neither followed nor returned. Files whose names are not Unicode are left
-        out. Remote folders are listed with one request per 1,000 files.
+        Local symbolic links are neither followed nor returned. Local files whose names are not Unicode are
+        omitted. Remote folders are listed with one request per 1,000 files.
         """
         path = self.path_of(folder).rstrip("/")
         try:
@@ -146,10 +150,11 @@ class WarehouseFiles:
             ) from error
 
     def list_recorded_folders(self) -> list[str]:
-        """List the folders below the prefixes that writers have recorded. Raises WarehouseUnreadable.
+        """List the table folders that writers have recorded as prefixes. Raises WarehouseUnreadable.
 
-        A prefix that ends with `_` stands for the folders of all tables with that name. Only folders that
-        the catalog has named count: `orders_old` is no folder of the table `orders`.
+        A prefix that ends with `/` is a folder. Any other prefix, such as `…/orders_`, stands for all folders
+        that the catalog has created for tables of that name: their names are the prefix and a generated id.
+        So `orders_old` is not a folder of the table `orders`.
         """
         try:
             prefixes = load_prefixes(self._io, self.location)
@@ -179,11 +184,11 @@ class WarehouseFiles:
         ]
 
     def inspect(self, paths: Sequence[str]) -> list[ListedFile | None]:
-        """Return the present size and time of each file; None if nothing exists at its path.
+        """Return the present size and times of each file, in the order of `paths`; None for a missing file.
 
-        The size of a link or folder is negative.
+        The size of a local link or folder is negative. In an object store, a folder counts as missing.
 
-        Raises WarehouseUnreadable. Costs one request per file, 32 of them at once.
+        Raises WarehouseUnreadable. Costs one request per remote file, 32 of them at once.
         """
         try:
             if self.is_local:
@@ -202,8 +207,9 @@ class WarehouseFiles:
     def delete(self, paths: Sequence[str]) -> list[Deletion]:
         """Delete files and return what happened to each, in order. An error of one file stops no other.
 
-        Where the file system is fsspec's, the files are deleted by its batched requests. After an error the
-        file is looked up, because a request whose reply was lost may have deleted it.
+        fsspec's file systems delete the files by batched requests first; then such a file is reported as
+        `missing`. After an error the file is inspected, because a request whose reply was lost may have
+        deleted it.
         """
         if isinstance(self._system, PyFileSystem) and isinstance(self._system.handler, FSSpecHandler):
             # The outcome of a batch is read from the storage: a batch that failed may be half done.
@@ -240,7 +246,10 @@ class WarehouseFiles:
         return Deletion(path, "deleted") if file is None else Deletion(path, "failed", type(error).__name__)
 
     def write_marker(self, content: bytes) -> datetime:
-        """Replace the collector's marker file, and return its time by the store's clock. Raises OSError."""
+        """Replace the collector's marker file. Return its modification time, by the store's clock.
+
+        Raises OSError and WarehouseUnreadable.
+        """
         path = self._marker_path()
         if self.is_local:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +264,10 @@ class WarehouseFiles:
         return to_time(file.modified_us)
 
     def read_marker(self) -> bytes | None:
-        """Return the content of the collector's marker file; None if it does not exist. Raises OSError."""
+        """Return the content of the collector's marker file; None if the file does not exist.
+
+        Raises OSError.
+        """
         try:
             with self._system.open_input_stream(self._marker_path()) as stream:
                 content: bytes = stream.read()
@@ -281,9 +293,9 @@ def to_microseconds(moment: datetime) -> int:
 
 
 _NO_FILE = -1
-"""The size of what is not a regular file: a link or a folder at the path of a file that was planned."""
+"""The size of a path that is a link or a folder now. No planned file has this size, so the path is kept."""
 _FAR_FUTURE_US = 1 << 62
-"""Stands for the time of a file whose store does not know it. Such a file is never old enough."""
+"""The time of a file whose modification time the store does not report. Such a file is never old enough."""
 
 
 def _to_microseconds(modified_at: Any) -> int:

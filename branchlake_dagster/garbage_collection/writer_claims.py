@@ -4,7 +4,7 @@ A writer's heartbeats contain the start of its process and its branch. It wrote 
 started, nor before the commit from which its branch started. So it may have written every file that is
 younger than both. Its branch may not exist: before the run's first access to a table, in runs that only read,
 and in live ingestions, whose batches have branches of their own. Then only the start of the process counts.
-A writer of which neither is known may have written any file.
+If neither time is known, the writer may have written any file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ CLOCK_TOLERANCE = timedelta(hours=1)
 class WriterClaim:
     """The files that a living writer may have written.
 
-    `since` is the time from which on it may have written any file; None if it may have written files of any
-    age.
+    It may have written each file that was changed at `since` or later; if `since` is None, any file.
     """
 
     branch: str
@@ -49,10 +48,10 @@ def find_living_writers(
     sleep: Callable[[float], None],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Heartbeat]:
-    """Return the writers that are not proved dead. Raises HeartbeatsUnreadable.
+    """Return the heartbeats of all writers that are not proved dead. Raises HeartbeatsUnreadable.
 
-    Waits about three heartbeat intervals if the time of a heartbeat is stale. `progress` is called with a
-    sentence before that.
+    If the time of a heartbeat is stale, waits about three heartbeat intervals to see whether the writer is
+    silent. `progress` is called with a sentence before the heartbeats are read and before waiting.
     """
     progress("Reading heartbeats.")
     verdicts = judge_by_timestamp(store.all(), now)
@@ -68,7 +67,7 @@ def find_living_writers(
 
 
 def load_claims(client: NessieClient, writers: Iterable[Heartbeat], now: datetime) -> list[WriterClaim]:
-    """Return what each writer claims. Raises NessieError. Costs two requests per branch."""
+    """Return the claim of each writer. Raises NessieError. Costs two requests per branch of a writer."""
     bases: dict[str, datetime | None] = {}
     result = []
     for beat in writers:
@@ -91,7 +90,7 @@ def _find_start(beat: Heartbeat, now: datetime) -> datetime | None:
 
 
 def _load_base_time(client: NessieClient, branch: str) -> datetime | None:
-    """Return the time of the commit from which a branch started; None if it is not known."""
+    """Return the time of the commit from which a branch started; None if the branch or commit is missing."""
     try:
         head = client.reference(branch, fetch_metadata=True)
         base_hash = head.metadata.common_ancestor_hash if head.metadata else None
@@ -102,9 +101,9 @@ def _load_base_time(client: NessieClient, branch: str) -> datetime | None:
 
 
 def earliest_claim(claims: Sequence[WriterClaim], now: datetime) -> datetime | None:
-    """Return the time from which on any file is claimed; None if no file is claimed by its time alone.
+    """Return the time from which on every file is claimed; None if there are no claims.
 
-    The result is the earliest possible time if a writer claims files of any age.
+    The result is `datetime.min` if a writer claims files of any age.
     """
     if not claims:
         return None
