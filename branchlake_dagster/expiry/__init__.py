@@ -1,1 +1,1 @@
-"""Expiry of snapshots: which snapshots of a table stay, the commit that removes the others; manifests."""
+"""Expiry of snapshots and rewriting of manifests, each by one commit per table on `main`."""

@@ -1,8 +1,9 @@
-"""Changes one table by one forward commit on `main`, and repeats it until the outcome is known.
+"""Change one table by one forward commit on `main`, with attempts until the outcome is known.
 
-The commit expects the hash of `main` that it was prepared for. If the table has changed meanwhile, it is
-prepared again. Before each attempt, the log of `main` is searched for a commit of the same call, so a lost
-reply does no harm. Two commits of one call cannot both be made, because each expects the table unchanged.
+Each attempt prepares a new state for the present hash of `main`, and commits it with this hash as the
+expected one. If the table has changed meanwhile, the next attempt follows. Before another attempt, the log of
+`main` is searched for a commit of the same call, in case only its reply was lost. Two commits of one call
+cannot both succeed, because each expects an unchanged table.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class ExpiryUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like
 
 @dataclass(frozen=True)
 class PreparedTable(Generic[T]):
-    """A new state of a table, of which all files are written.
+    """A new state of a table. All its files are already written.
 
-    `properties` are those of the commit. `discard` deletes the files that only this state needs. `result` is
-    what the caller gets if the commit is made.
+    `message` and `properties` are those of the commit. `discard` deletes the files that only this state
+    needs. `ForwardCommit.run` returns `result` if the commit succeeds.
     """
 
     content: IcebergTable
@@ -48,16 +49,16 @@ class PreparedTable(Generic[T]):
 
 @dataclass(frozen=True)
 class Unprepared(Generic[T]):
-    """The table needs no commit. `result` is what the caller gets."""
+    """The table needs no commit. `ForwardCommit.run` returns `result`."""
 
     result: T
 
 
 class ForwardCommit(Generic[T]):
-    """One call that changes one table.
+    """One call that changes one table by one commit on `main`. Use an object for one call of `run`.
 
-    `prepare` gets the content of the table on `main`, or None if `main` does not have it. It is called once
-    for each attempt.
+    `prepare` is called once for each attempt with the table's content on `main`, or None if `main` does not
+    have the table. It returns the new state to commit, or `Unprepared` if no commit is needed.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class ForwardCommit(Generic[T]):
         self._prepare = prepare
         self._call_id = str(uuid4())
         self._since: str | None = None
-        """`main` before the first commit was sent."""
+        """The hash of `main` before the first commit was sent."""
         self._sent: PreparedTable[T] | None = None
-        """The state that was sent last."""
+        """The state that was sent to Nessie last."""
 
     def run(self) -> tuple[T, str | None]:
-        """Return the result and the commit; the commit is None if none was needed.
+        """Return the result and the hash of the commit; the hash is None if no commit was needed.
+
+        Makes at most five attempts.
 
         Raises ExpiryContended, ExpiryUnknown, and the errors of Nessie and of `prepare`.
         """
@@ -103,7 +106,10 @@ class ForwardCommit(Generic[T]):
         )
 
     def _try_commit(self) -> tuple[T, str | None] | None:
-        """Prepare and commit once. Return None if `main` has changed the table meanwhile."""
+        """Prepare and commit once.
+
+        Return the result of `run`; None if the table on `main` changed meanwhile.
+        """
         main = self._client.contents_at(MAIN, [self._key])
         if self._sent is not None and (commit := self._find_commit()) is not None:
             return self._sent.result, commit
@@ -131,7 +137,7 @@ class ForwardCommit(Generic[T]):
         return prepared.result, result.hash
 
     def _find_commit(self) -> str | None:
-        """Find the commit of an earlier attempt whose reply was lost."""
+        """Return the hash of the commit that an earlier attempt made on `main`; None if it made none."""
         marker = (
             f"'{LakeProperty.EXPIRY_ID}' in commit.properties"
             f" && commit.properties['{LakeProperty.EXPIRY_ID}'] == '{self._call_id}'"

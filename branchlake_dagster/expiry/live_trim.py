@@ -1,8 +1,9 @@
-"""Chooses the snapshots that a batch of a live ingestion removes from a table.
+"""Choose the snapshots that a batch of a live ingestion removes from a table.
 
-Every batch writes all metadata of its tables again, so the number of snapshots is bounded while the ingestion
-runs. What needs snapshots is read only when a table has a quarter more than it keeps, once for all tables of
-a batch, and within a time limit. If the limit passes, nothing is removed; the next try continues.
+Every batch writes the whole metadata of its tables again, so the number of snapshots is bounded while the
+ingestion runs. References and consumers' positions are read only if a table has 25 % more snapshots than it
+keeps, once for all tables of a batch, and for at most two seconds. If this time passes, nothing is removed;
+the next try continues reading.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 _READ_LIMIT_S = 2.0
 """Longest time that a batch spends on reading positions."""
 _ROOTS_AGE_S = 30.0
-"""How long what was read serves other tables."""
+"""How long the references and positions that were read for one table are used for other tables."""
 _PAUSE_S = 300.0
 """Pause after a try that removed nothing."""
 _POSITION_AGE = timedelta(days=1)
@@ -48,10 +49,11 @@ _POSITION_FACTOR = 4
 
 
 def live_policy(keep_count: int) -> ExpiryPolicy:
-    """Return the policy for tables of a live ingestion.
+    """Return the policy for tables of a live ingestion, which keeps the newest `keep_count` snapshots.
 
-    Neither age nor a possible undo keeps snapshots, because an ingestion adds thousands of them an hour.
-    Positions are bounded by one day and by four times `keep_count`.
+    Neither age nor a possible undo keeps snapshots, because an ingestion adds thousands of them an hour. A
+    consumer's position keeps its snapshot for one day, and only while it is one of the newest
+    4 * `keep_count` snapshots.
     """
     return ExpiryPolicy(
         keep_count=keep_count,
@@ -63,7 +65,7 @@ def live_policy(keep_count: int) -> ExpiryPolicy:
 
 
 class LiveTrimmer:
-    """Chooses the snapshots to remove. It lives as long as the process, and may be shared by threads.
+    """Chooses the snapshots that an ingestion's batch removes. Threads may share the object.
 
     `clock` is the monotonic clock, in seconds.
     """
@@ -84,9 +86,11 @@ class LiveTrimmer:
         metadata: TableMetadata,
         keep_count: int,
     ) -> list[int]:
-        """Return the ids of the snapshots to remove; none unless the table has a quarter more than it keeps.
+        """Return the ids of the snapshots to remove from a table, sorted.
 
-        An error while the roots are read removes nothing: the batch is not to fail because of old snapshots.
+        The result is empty if the table has at most `keep_count` snapshots plus 25 %, for five minutes after
+        a call that removed nothing, and if references or positions cannot be read. Such an error is logged,
+        because old snapshots are no reason for a batch to fail.
         """
         now = self._clock()
         if len(metadata.snapshots) <= keep_count + keep_count // 4 or now < self._next_try.get(key, 0.0):
@@ -147,11 +151,12 @@ class LiveTrimmer:
 
 
 def drop_snapshots(metadata: TableMetadata, expired_ids: Collection[int]) -> TableMetadata:
-    """Return parsed metadata without these snapshots, which no reference of the table may name.
+    """Return parsed metadata without the given snapshots, their statistics and their log entries.
 
-    As `metadata_document.remove_snapshots`. Not PyIceberg's `RemoveSnapshotsUpdate`: it clears the parent of
-    the oldest snapshot, and leaves a gap in the snapshot log if a tag keeps an older one. A query for a time
-    in the gap then gets the tagged state.
+    No branch or tag of the table may point to one of these snapshots. Unlike
+    `metadata_document.remove_snapshots`, schemas and the metadata log stay unchanged. PyIceberg's
+    `RemoveSnapshotsUpdate` is not used: it clears the parent of the oldest snapshot, and leaves a gap in the
+    snapshot log if a tag keeps an older snapshot. A query for a time in the gap then gets the tagged state.
     """
     snapshots = [one for one in metadata.snapshots if one.snapshot_id not in expired_ids]
     kept_ids = frozenset(snapshot.snapshot_id for snapshot in snapshots)
@@ -170,12 +175,12 @@ def drop_snapshots(metadata: TableMetadata, expired_ids: Collection[int]) -> Tab
 
 @lru_cache(maxsize=8)
 def get_trimmer(uri: str) -> LiveTrimmer:  # noqa: ARG001 - the key
-    """Return the trimmer of a lake that all ingestions of this process share."""
+    """Return the trimmer of a lake, which all ingestions of this process share. `uri` is Nessie's address."""
     return LiveTrimmer()
 
 
 def build_history(metadata: TableMetadata) -> TableHistory:
-    """Return the snapshots of parsed metadata as plain values."""
+    """Return the snapshots, references and retention properties of parsed metadata."""
     return TableHistory(
         snapshots=[
             SnapshotFacts(

@@ -1,4 +1,4 @@
-"""Merges the small manifests of a table into few, in a snapshot that changes no row.
+"""Merge the small manifests of a table into few manifests, in a snapshot that changes no row.
 
 A publication that is rebased adds one manifest for each snapshot that it replays, and every reader of the
 table opens all manifests. The merged manifests list the same files with the same sequence numbers. For
@@ -28,10 +28,11 @@ _MAX_FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class RewrittenManifests:
-    """What was done with one table.
+    """The outcome for one table. Counts are of data manifests.
 
-    `commit` is the commit on `main`; None if the table has fewer manifests than the minimum, if merging would
-    not reduce them, or if `error` stopped it. Counts are of data manifests.
+    `commit` is the hash of the commit on `main`. It is None if the table has fewer manifests than the
+    minimum, if merging would not reduce their number, if the table's format version is above 2, if `main` has
+    no such table any more, or if an error occurred.
     """
 
     table: str
@@ -42,7 +43,7 @@ class RewrittenManifests:
 
 
 class ManifestRewriter:
-    """Merges manifests of tables on `main`. Several may work at once."""
+    """Merges manifests of tables on `main`. Several rewriters may work at the same time."""
 
     def __init__(self, client: NessieClient, catalog: NessieCatalog) -> None:
         self._client = client
@@ -51,7 +52,7 @@ class ManifestRewriter:
 
     @classmethod
     def of_lake(cls, lake: Lakehouse) -> ManifestRewriter:
-        """Build it for a lake."""
+        """Create the rewriter of a lake."""
         return cls(lake.nessie, lake.catalog())
 
     def run(
@@ -60,11 +61,12 @@ class ManifestRewriter:
         """Merge the manifests of tables that have at least `min_count` data manifests, one commit per table.
 
         Args:
-            tables: Dotted names of tables on `main`; None for all tables.
-            min_count: The smallest number of data manifests that is worth a commit.
+            tables: Dotted names of tables on `main`; None for all tables. Other names are ignored.
+            min_count: Tables with fewer data manifests are not changed.
 
-        An error of one table becomes its result, and the others go on. Reads the manifest list of each table,
-        and all manifests of those that are rewritten.
+        Returns one result per table, sorted by key. An error of one table is stored in its result, and the
+        other tables are processed. Reads the manifest list of each table, and all manifests of the tables
+        that are rewritten.
         """
         entries = self._client.entries(MAIN, filter="entry.contentType == 'ICEBERG_TABLE'")
         keys = sorted(entry.key for entry in entries if tables is None or entry.key.name in tables)

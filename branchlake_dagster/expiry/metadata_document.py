@@ -1,8 +1,8 @@
-"""Table metadata as text: its snapshots are scanned one by one, and some of them are removed.
+"""Remove snapshots from the text of table metadata, without creating objects for all snapshots.
 
-A busy table has 70,000 snapshots, in a metadata file of 110 MB. PyIceberg creates objects of all of them,
-which takes ten times the memory. Here each snapshot is decoded alone, and only a few numbers of it are kept.
-The text of a kept snapshot is copied, so fields that this version does not know stay as they were.
+A busy table has 70,000 snapshots, in a metadata file of 110 MB. PyIceberg creates objects for all of them,
+which takes ten times the memory. This module decodes one snapshot after another, and keeps only a few numbers
+of each. The text of a kept snapshot is copied, so fields that this version does not know are preserved.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SPACES = " \t\r\n"
 class MetadataDocument:
     """The content of a metadata file. `fields` are its top-level fields without the snapshots.
 
-    `spans` has the begin and end of each snapshot in `text`, and `schema_ids` its schema; both are in the
-    order of `history.snapshots`.
+    `spans` has the start and end of each snapshot in `text`, as character positions. `schema_ids` has its
+    schema id, or None if it is not recorded. Both are in the order of `history.snapshots`.
     """
 
     location: str
@@ -65,7 +65,7 @@ class MetadataDocument:
 def read_document(io: FileIO, location: str) -> MetadataDocument:
     """Read a metadata file. Raises FileNotFoundError or another OSError, and StoredFileDamaged.
 
-    It takes about three times the size of the file in memory, and a second for 100 MB.
+    Reading takes memory of about three times the size of the uncompressed file, and a second for 100 MB.
     """
     content = read_content(io, location)
     with wrap_parse_errors(location):
@@ -119,7 +119,10 @@ def _skip_spaces(text: str, position: int) -> int:
 
 
 def _open_bracket(text: str, position: int, expected: str) -> int:
-    """Require a character and return the position of the next one that is not a space."""
+    """Require the character `expected` at a position. Return the position after it and after spaces.
+
+    Raises ValueError for another character.
+    """
     if text[position] != expected:
         raise ValueError(f"{expected!r} is expected at position {position}.")
     return _skip_spaces(text, position + 1)
@@ -158,16 +161,16 @@ def _to_reference(values: Mapping[str, Any]) -> TableReference:
 
 
 def remove_snapshots(document: MetadataDocument, kept_ids: frozenset[int], now_ms: int) -> bytes:
-    """Return the content of the next metadata file, which has only these snapshots.
+    """Return the content of the next metadata file, with only the snapshots of `kept_ids`.
 
-    Statistics of the other snapshots, their entries in the snapshot log, entries of the metadata log that are
-    older than all kept snapshots, and schemas that no kept snapshot uses go with them. `now_ms` becomes the
-    time of the last update, in ms since 1970.
+    Also removed are: statistics of the other snapshots, the snapshot log up to the last entry of such a
+    snapshot, entries of the metadata log that are older than all kept snapshots, and schemas that no kept
+    snapshot uses. `now_ms` becomes the time of the last update, in ms since 1970.
 
     The highest schema id stays, because the next schema gets the id after it: with a lower id it could get
     the id of another schema in older metadata. Partition specs and sort orders stay, because only the
-    manifests show which of them are used. The parent id of the oldest snapshot stays too: consumers and
-    rebases follow it.
+    manifests show which of them are used. The parent id of the oldest snapshot stays too, because consumers
+    and rebases follow it.
     """
     fields = dict(document.fields)
     snapshots = document.history.snapshots
@@ -207,7 +210,10 @@ def _keep_used_schemas(document: MetadataDocument, kept_ids: frozenset[int]) -> 
 
 
 def _next_metadata_log(document: MetadataDocument, kept_ids: frozenset[int]) -> list[dict[str, Any]]:
-    """Return the metadata log with this file as its last entry, and without the oldest entries."""
+    """Return the metadata log of the next file. Its last entry is the file of `document`.
+
+    Entries older than all kept snapshots are dropped, and the oldest entries beyond the table's maximum.
+    """
     kept_times = [
         snapshot.timestamp_ms for snapshot in document.history.snapshots if snapshot.snapshot_id in kept_ids
     ]
@@ -227,6 +233,6 @@ def parse_metadata(location: str, content: bytes) -> TableMetadata:
 
 
 def write_document(io: FileIO, location: str, content: bytes) -> None:
-    """Write a metadata file that no commit names yet. Raises OSError."""
+    """Write a new metadata file, compressed if its name says so. Raises OSError."""
     with io.new_output(location).create() as stream:
         stream.write(Compressor.get_compressor(location).bytes_compressor()(content))

@@ -1,4 +1,4 @@
-"""Plans and results of an expiry, as plain values, as JSON, and as rows of a table."""
+"""Plans and results of an expiry: data classes, and their conversion to JSON and to printed rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """What would be done with one table.
+    """The planned expiry of one table.
 
-    `oldest_id` is the oldest snapshot that stays in the history of the current one, written at `oldest_at`.
-    `kept_by` is the rule that needs it, and `holder` the reference or the consumer's table, if there is one.
-    `metadata_bytes` is the size of the present metadata file without compression. `given_up` are positions of
-    consumers whose snapshots expire. `error` is set if the table's metadata cannot be read.
+    `oldest_id` is the oldest kept snapshot among the ancestors of the current snapshot, written at
+    `oldest_at`. `kept_by` is the rule that keeps it, and `holder` the reference or consumer's table that
+    needs it, or empty. `metadata_bytes` is the size of the present metadata file without compression, in
+    characters. `given_up` are positions of consumers whose snapshots expire. If the table's metadata cannot
+    be read, `error` is set and the other fields have their defaults.
     """
 
     table: str
@@ -37,10 +38,10 @@ class PlannedTable:
 
 @dataclass(frozen=True)
 class ExpiryPlan:
-    """A planned expiry, made when `main` was at `main_hash`. Tables without snapshots are left out.
+    """A planned expiry of tables on `main` at `main_hash`. Tables without snapshots are omitted.
 
     `unreadable_tables` are tables whose metadata file is missing or damaged, on `main` or at the horizon of
-    undo: positions in them keep nothing.
+    undo: their positions as consumers do not keep any snapshot.
     """
 
     main_hash: str
@@ -51,21 +52,22 @@ class ExpiryPlan:
 
     @property
     def expiring_tables(self) -> tuple[PlannedTable, ...]:
-        """The tables that lose snapshots."""
+        """The tables of which at least one snapshot expires."""
         return tuple(table for table in self.tables if table.expired_count)
 
     @property
     def errors(self) -> Mapping[str, Exception]:
-        """The errors by table."""
+        """The errors by table name, without tables that have no error."""
         return {table.table: table.error for table in self.tables if table.error is not None}
 
 
 @dataclass(frozen=True)
 class ExpiredTable:
-    """What was done with one table.
+    """The outcome for one table.
 
-    `commit` is the commit on `main`; None if nothing was left to remove, or if `error` stopped it. `is_gone`
-    means that `main` no longer has the table. Sizes are those of the metadata files without compression.
+    `commit` is the hash of the commit on `main`; None if no snapshot had to be removed, or if an error
+    occurred. `is_gone` is true if `main` no longer has the table. Sizes are those of the metadata files
+    without compression.
     """
 
     table: str
@@ -81,9 +83,9 @@ class ExpiredTable:
 
 @dataclass(frozen=True)
 class ExpiryResult:
-    """What an expiry did. An error of one table does not stop the others.
+    """The outcome of an expiry. An error of one table does not stop the others.
 
-    `unreadable_tables` are as in the plan, when the expiry began.
+    `unreadable_tables` has the meaning of `ExpiryPlan.unreadable_tables`, read again when the expiry began.
     """
 
     tables: tuple[ExpiredTable, ...] = ()
@@ -91,7 +93,7 @@ class ExpiryResult:
 
     @property
     def errors(self) -> Mapping[str, Exception]:
-        """The errors by table."""
+        """The errors by table name, without tables that have no error."""
         return {table.table: table.error for table in self.tables if table.error is not None}
 
 
@@ -179,7 +181,7 @@ _RULES = {
 
 
 def list_plan_columns(table: PlannedTable) -> tuple[str, str, str, str, str]:
-    """Return a planned table's row, as `PLAN_HEADERS`."""
+    """Return a planned table as the texts of one row with `PLAN_HEADERS`."""
     if table.error is not None:
         return table.table, "", "", "", f"failed: {table.error}"
     holder = table.holder or ("the table" if table.kept_by is KeptBy.RETENTION else "")
@@ -189,7 +191,7 @@ def list_plan_columns(table: PlannedTable) -> tuple[str, str, str, str, str]:
 
 
 def list_result_columns(table: ExpiredTable) -> tuple[str, str, str, str, str, str]:
-    """Return a table's row, as `RESULT_HEADERS`."""
+    """Return the outcome of a table as the texts of one row with `RESULT_HEADERS`."""
     notes = []
     if table.error is not None:
         notes.append(str(table.error))

@@ -1,9 +1,9 @@
-"""Decides which snapshots of one table stay. Pure functions over plain values.
+"""Decide which snapshots of one table are kept. Pure functions: they read neither Nessie nor files.
 
-The kept snapshots are one contiguous chain, from the oldest that anything needs to the current one. A rebase,
-an undo and a consumer each follow the parents of the current snapshot back to a snapshot that they know. A
-gap in the chain would look to them like a rollback. Iceberg's tags and other branches may need older
-snapshots; these stay outside the chain.
+The kept snapshots are one contiguous chain of ancestors, from the oldest needed snapshot to the current
+snapshot. A rebase, an undo and a consumer each follow the parents of the current snapshot back to a snapshot
+whose id they have recorded. A gap in the chain would look to them like a rollback. Tags and other branches of
+the Iceberg table may need other snapshots; these are kept outside the chain.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ MAX_AGE_PROPERTY = "history.expire.max-snapshot-age-ms"
 
 @dataclass(frozen=True)
 class ExpiryPolicy:
-    """How long snapshots stay that no reference, run or consumer needs.
+    """The rules that decide how long snapshots are kept, besides those that references and runs need.
 
-    The newest `keep_count` snapshots stay, and all that are younger than `keep_age`. A snapshot that a
-    consumer's position names stays for `position_age`, counted from the snapshot's time; an older position is
-    given up, and its consumer must compute everything anew. With `position_count`, positions keep no more
-    snapshots than that number either. Publications of the last `undo_age` can be undone.
+    The newest `keep_count` snapshots are kept, and all snapshots that are younger than `keep_age`. A snapshot
+    at a consumer's position is kept for `position_age`, counted from the snapshot's time. An older position
+    is given up: its snapshot may expire, and then the consumer must compute all its rows again. If
+    `position_count` is set, a position also keeps its snapshot only while this is one of the newest
+    `position_count` snapshots. Publications of the last `undo_age` can be undone.
 
     The maintenance uses `from_settings` if its options have no policy.
 
-    Raises ConfigurationError for a number below 1 or a negative time.
+    Raises ConfigurationError for a `keep_count` below 1 or a negative time.
 
     Examples:
         .. code-block:: python
@@ -56,9 +57,9 @@ class ExpiryPolicy:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ExpiryPolicy:
-        """Return the policy of a lake: `BRANCHLAKE_SNAPSHOT_KEEP_COUNT` and the settings beside it.
+        """Create the policy of a lake from its settings, such as `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`.
 
-        The time of undo never exceeds the history horizon, because an undo reads an earlier commit.
+        `undo_age` is at most the history horizon, because an undo reads an earlier commit.
         """
         return cls(
             keep_count=settings.snapshot_keep_count,
@@ -82,9 +83,10 @@ class ExpiryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What the decision needs of one snapshot. `timestamp_ms` is its time in ms since 1970.
+    """The fields of one snapshot that decide whether it is kept. `timestamp_ms` is in ms since 1970.
 
-    `replayed_from` is the snapshot on a run's branch that it repeats on `main`.
+    If a rebase created this snapshot on `main`, `replayed_from` is the id of the snapshot on the run's branch
+    that it repeats; otherwise None.
     """
 
     snapshot_id: int
@@ -95,7 +97,11 @@ class SnapshotFacts:
 
 @dataclass(frozen=True)
 class TableReference:
-    """A branch or tag of the Iceberg table itself, with the retention that it sets for its own snapshots."""
+    """A branch or tag of the Iceberg table itself, not of Nessie.
+
+    A branch may keep its newest `min_snapshots` snapshots and all younger than `max_age_ms`; None if it sets
+    no such rule.
+    """
 
     snapshot_id: int
     is_branch: bool = False
@@ -107,7 +113,8 @@ class TableReference:
 class TableHistory:
     """The snapshots of a table in the order of its metadata, its current snapshot, and its references.
 
-    `min_snapshots` and `max_age_ms` are the retention in the table's properties, for branches that set none.
+    `min_snapshots` and `max_age_ms` are the retention in the table's properties; None if they are not set.
+    They apply to branches of the table without retention of their own.
     """
 
     snapshots: Sequence[SnapshotFacts]
@@ -118,22 +125,25 @@ class TableHistory:
 
     @property
     def by_id(self) -> dict[int, SnapshotFacts]:
-        """The snapshots by id."""
+        """The snapshots by snapshot id."""
         return {snapshot.snapshot_id: snapshot for snapshot in self.snapshots}
 
 
 @dataclass(frozen=True)
 class ConsumerPosition:
-    """A snapshot of a table up to which a consumer has consumed it. `consumer` is the consumer's table."""
+    """The snapshot up to which a consumer has read a table.
+
+    `consumer` is the name of the consumer's table.
+    """
 
     consumer: str
     snapshot_id: int
 
 
 def resolve_position(history: TableHistory, position: Position) -> int | None:
-    """Return the oldest snapshot that a consumer at `position` needs; None if it needs none that exists.
+    """Return the id of the oldest snapshot that a consumer at `position` needs; None if none exists.
 
-    The consumer reads the parents of the current snapshot back to the returned one.
+    The consumer follows the parents of the current snapshot back to this snapshot.
     """
     snapshot_ids = {snapshot.snapshot_id for snapshot in history.snapshots}
     unpublished_ids = position.unpublished_snapshots
@@ -150,10 +160,10 @@ def resolve_position(history: TableHistory, position: Position) -> int | None:
 
 @dataclass(frozen=True)
 class TableRoots:
-    """The snapshots of one table that are needed, with all later ones.
+    """The snapshots of one table that references and consumers need, together with all later snapshots.
 
-    `bases` maps a snapshot to the first reference that needs it: a run's branch, a discarded branch, or the
-    horizon of undo.
+    `bases` maps a snapshot id to the first reference that needs the snapshot: `main`, a run's branch, a
+    discarded branch, or `undo` for the horizon of undo.
     """
 
     bases: Mapping[int, str] = field(default_factory=dict)
@@ -161,7 +171,7 @@ class TableRoots:
 
 
 class KeptBy(StrEnum):
-    """What needs the oldest snapshot of the chain."""
+    """The rule that keeps the oldest snapshot of the chain."""
 
     CURRENT = "current"
     COUNT = "count"
@@ -175,7 +185,7 @@ class KeptBy(StrEnum):
 
 @dataclass(frozen=True)
 class GivenUpPosition:
-    """A consumer's position that is too old to keep its snapshots."""
+    """A consumer's position whose snapshot expires because it is too old. The time is in ms since 1970."""
 
     consumer: str
     snapshot_id: int
@@ -186,9 +196,10 @@ class GivenUpPosition:
 class Retention:
     """The decision for one table.
 
-    `expired_ids` are removed. `oldest_id` is the oldest snapshot of the chain, which `kept_by` needs;
-    `holder` is the reference or the consumer's table, empty for a rule of the policy or of the table's
-    properties. `given_up` are positions whose snapshots are among the expired ones.
+    The snapshots with `expired_ids` are to be removed. `oldest_id` is the oldest kept snapshot of the chain;
+    None if the table is empty. `kept_by` is the rule that keeps it, and `holder` the reference or consumer's
+    table that needs it: empty if only the policy or the table's properties keep it. `given_up` are the
+    consumers' positions whose snapshots are in `expired_ids`.
     """
 
     kept_ids: frozenset[int]
@@ -200,7 +211,10 @@ class Retention:
 
 
 def list_ancestors(history: TableHistory, snapshot_id: int | None) -> list[SnapshotFacts]:
-    """Return a snapshot and its ancestors that still exist without a gap, newest first."""
+    """Return a snapshot and its ancestors up to the first that does not exist any more, newest first.
+
+    The result is empty if `snapshot_id` is None or not in `history`.
+    """
     by_id = history.by_id
     ancestors: list[SnapshotFacts] = []
     seen_ids: set[int] = set()
@@ -214,7 +228,7 @@ def list_ancestors(history: TableHistory, snapshot_id: int | None) -> list[Snaps
 def decide_retention(
     history: TableHistory, roots: TableRoots, policy: ExpiryPolicy, now_ms: int
 ) -> Retention:
-    """Decide which snapshots stay. `now_ms` is the present time in ms since 1970.
+    """Decide which snapshots are kept and which expire. `now_ms` is the present time in ms since 1970.
 
     Costs one pass over the snapshots.
     """
@@ -224,7 +238,7 @@ def decide_retention(
     kept_ids = {snapshot.snapshot_id for snapshot in chain[: oldest_depth + 1]}
     kept_ids |= _list_referenced(history, policy, now_ms)
     kept_ids |= {
-        # Rolled back, or staged by another engine: nothing leads to it, so only its age counts.
+        # Rolled back, or staged by another engine: not an ancestor, so only its age and bases count.
         snapshot.snapshot_id
         for snapshot in history.snapshots
         if snapshot.snapshot_id not in depths
@@ -256,7 +270,10 @@ def _extend_chain(
     policy: ExpiryPolicy,
     now_ms: int,
 ) -> tuple[int, KeptBy, str]:
-    """Return the depth of the oldest snapshot that anything needs, what needs it, and its holder."""
+    """Return the depth in `chain` of the oldest needed snapshot, the rule that keeps it, and its holder.
+
+    Depth 0 is the current snapshot.
+    """
     oldest = (0, KeptBy.CURRENT, "")
     candidates: list[tuple[int, KeptBy, str]] = [(min(policy.keep_count, len(chain)) - 1, KeptBy.COUNT, "")]
     candidates.append((_find_age_depth(chain, _to_ms(policy.keep_age), now_ms), KeptBy.AGE, ""))
@@ -281,7 +298,11 @@ def _extend_chain(
 def _list_own_retention(
     history: TableHistory, chain: Sequence[SnapshotFacts], now_ms: int
 ) -> list[tuple[int, KeptBy, str]]:
-    """Return what the table's properties and its branches at the current snapshot keep of the chain."""
+    """Return how much of the chain the table's properties and its branches at the current snapshot keep.
+
+    Each element is the depth of the oldest kept snapshot, the rule, and the branch's name; the name is empty
+    for the table's properties.
+    """
     retentions = {"": TableReference(0, min_snapshots=history.min_snapshots, max_age_ms=history.max_age_ms)}
     retentions |= {
         name: reference
@@ -309,10 +330,11 @@ def _keeps_position(chain: Sequence[SnapshotFacts], depth: int, policy: ExpiryPo
 
 
 def _list_referenced(history: TableHistory, policy: ExpiryPolicy, now_ms: int) -> set[int]:
-    """Return the snapshots of the table's own tags and branches, with the ancestors that a branch keeps.
+    """Return the ids of snapshots at the table's own tags and branches, and of ancestors that branches keep.
 
     A branch of the table keeps ancestors by its own retention. If it has none, the policy and the table's
-    properties decide, whichever keeps more. What branches at the current snapshot keep is part of the chain.
+    properties decide, whichever keeps more. Ancestors that a branch at the current snapshot keeps are
+    omitted: they are part of the chain.
     """
     referenced_ids: set[int] = set()
     by_id = history.by_id
@@ -341,16 +363,17 @@ def _to_ms(age: timedelta) -> float:
 
 
 def parse_retention(properties: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a table property of Iceberg's expiry; None if it is missing or not above 0."""
+    """Return a table property of Iceberg's expiry as a number; None unless it is a number above 0."""
     value = properties.get(name, "").strip()
     return int(value) or None if value.isdecimal() else None
 
 
 def keep_suffix(snapshot_ids: Iterable[int], kept_ids: frozenset[int]) -> int:
-    """Return how many of the first entries of a snapshot log are dropped.
+    """Return how many entries must be dropped from the beginning of a snapshot log.
 
-    All entries before the last expired one are dropped. Iceberg's specification forbids a gap in the log,
-    because a query for a time in the gap would get a wrong snapshot.
+    `snapshot_ids` are the log's entries, oldest first. The last entry of an expired snapshot is dropped, and
+    all entries before it; the result is 0 if no snapshot of the log expires. Iceberg's specification forbids
+    a gap in the log, because a query for a time in the gap would get a wrong snapshot.
     """
     dropped_count = 0
     for index, snapshot_id in enumerate(snapshot_ids):

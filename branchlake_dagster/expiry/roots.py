@@ -1,14 +1,14 @@
-"""Reads what needs snapshots of tables on `main`: references of branchlake, the horizon of undo, positions.
+"""Find the snapshots on `main` that branchlake's references, the horizon of undo and consumers need.
 
-A run's branch needs the snapshots of its tables since its base, because a rebase compares both histories from
-there, and so does the publication of a compaction. A consumer's position is a property of the consumer's own
-table. An undo within its horizon sets positions back, so the positions at the horizon count as well as the
-present ones.
+A run's branch needs the snapshots of its tables since its base, because a rebase and the publication of a
+compaction compare both histories from the base on. A consumer's position is a property of the consumer's own
+table. An undo sets positions back to earlier ones, so the positions at the horizon of undo count as well as
+the present positions.
 
 All of this is read before the decision: first the hash of `main`, then the references, then the positions on
-`main`. Whatever begins later starts from `main` as it was at first, or from a newer one, so the snapshots
-that were current then are kept too. A run that is published between these reads is no reference any more,
-but its positions are read.
+`main`. A run that begins later starts from this hash or from a newer one, so the snapshots that were current
+at this hash are kept too. A run that is published between these reads has no reference any more, but its
+positions are read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BRANCH_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.PUBLICATION, ReferenceP
 _TAG_PREFIXES = (ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING, ReferencePrefix.CLAIM)
 _FILES_CACHED = 50_000
 _HORIZON = "undo"
-"""The holder of snapshots that only the horizon of undo needs."""
+"""The name in reports for the holder of snapshots that only the horizon of undo needs."""
 
 
 class ConsumersUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -67,13 +67,14 @@ class _RecordedPosition:
 
 @dataclass(frozen=True)
 class LakeRoots:
-    """What needs snapshots of `main` at `main_hash`.
+    """The commits, tags and consumers' positions that need snapshots of `main`, read at `main_hash`.
 
-    `bases` maps commits of `main` to the reference that needs the tables since then, the oldest first.
-    `undo_since_ms` is the horizon of undo in ms since 1970, and `horizon` the newest commit of `main` before
-    it. Both are None if no publication is to be undone; `horizon` is also None if all commits are younger.
-    `tags` are branchlake's tags of runs. Nessie does not know where a tag left `main`. `unreadable_tables`
-    are tables whose metadata file is missing or damaged: they cannot be continued, so they have no positions.
+    `bases` maps a commit of `main` to a branch that left `main` there and needs all snapshots since, oldest
+    commit first. `undo_since_ms` is the horizon of undo in ms since 1970, and `horizon` the newest commit of
+    `main` before it. Both are None if the policy's `undo_age` is 0; `horizon` is also None if all commits
+    are younger. `tags` are branchlake's tags of runs; Nessie does not record where a tag left `main`.
+    `unreadable_tables` are tables whose metadata file is missing or damaged: their positions are ignored,
+    because no run can consume into them any more.
     """
 
     main_hash: str
@@ -85,10 +86,10 @@ class LakeRoots:
     unreadable_tables: tuple[str, ...] = ()
 
     def positions_of(self, table: str, table_uuid: str, history: TableHistory) -> list[ConsumerPosition]:
-        """Return the snapshots of a table that consumers' positions need.
+        """Return the snapshots of a table that consumers' positions need, each with its consumer.
 
-        A position belongs to a table by its UUID, because tables are renamed. It also belongs by name: if
-        two runs both create a table, the rows of the second come into the table of the first.
+        A position belongs to a table with the same UUID, because tables can be renamed, or with the same
+        name: if two runs both create a table, the rows of the second run are added to the first run's table.
         """
         positions: dict[ConsumerPosition, None] = {}
         for recorded in self.positions:
@@ -102,7 +103,7 @@ class LakeRoots:
 
 @dataclass(frozen=True)
 class RootedTable:
-    """A table on `main` whose roots are to be found."""
+    """A table on `main` for which needed snapshots are searched."""
 
     key: ContentKey
     content: IcebergTable
@@ -111,21 +112,21 @@ class RootedTable:
 
 
 class PositionCache:
-    """The positions in metadata files, by location. Metadata files never change. Safe to share."""
+    """A cache of consumers' positions by metadata file, which never changes. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._positions: LRUCache[str, tuple[tuple[str, Position], ...]] = LRUCache(_FILES_CACHED)
 
     def get(self, location: str) -> tuple[tuple[str, Position], ...] | None:
-        """Return the inputs with their positions in a file; None if the file was not read."""
+        """Return pairs of input table and position that a metadata file records; None if it is not cached."""
         with self._lock:
             return self._positions.get(location)
 
     def add(self, location: str, properties: Mapping[str, str]) -> None:
         """Add the positions in a table's properties.
 
-        Positions that cannot be read do not count: their consumer must compute everything anew.
+        Properties that cannot be parsed count as no positions: their consumer must compute all rows again.
         """
         try:
             positions = read_positions(properties, table=location)
@@ -142,7 +143,10 @@ class PositionCache:
 
 
 class RootsReader:
-    """Reads the roots of a lake. `find_io` returns the FileIO for a location."""
+    """Finds the snapshots that references and consumers of a lake need.
+
+    `find_io` returns the FileIO for a location.
+    """
 
     def __init__(
         self,
@@ -155,11 +159,13 @@ class RootsReader:
         self._cache = cache or PositionCache()
 
     def read(self, policy: ExpiryPolicy, now: datetime, *, deadline: float | None = None) -> LakeRoots | None:
-        """Read the roots; None if `deadline`, by the monotonic clock, passes before all files are read.
+        """Read the references and positions of the lake.
+
+        Returns None if `deadline`, in seconds of `time.monotonic()`, passes before all files are read.
 
         Costs one listing of the references, one of `main` and one of `main` at the horizon of undo, and one
         metadata file for each table that changed since the last call. Files that were read before a deadline
-        are not read again. A table whose file is missing or damaged has no positions. Raises
+        passed are not read again. A table whose file is missing or damaged has no positions. Raises
         ConsumersUnreadable if the storage does not answer, and Nessie's errors.
         """
         main = self._client.reference(MAIN)
@@ -188,7 +194,7 @@ class RootsReader:
         )
 
     def _find_horizon(self, policy: ExpiryPolicy, now: datetime) -> str | None:
-        """Return the newest commit of `main` before the horizon of undo; None if there is none."""
+        """Return the hash of the newest commit of `main` that is older than `undo_age`; None if none is."""
         if not policy.undo_age:
             return None
         since = (now - policy.undo_age).isoformat()
@@ -197,7 +203,7 @@ class RootsReader:
         return entry.commit.hash if entry is not None else None
 
     def _order_bases(self, references: Iterable[Reference]) -> dict[str, str]:
-        """Return the commits at which branches left `main`, oldest first, each with a branch."""
+        """Return the hashes at which branches left `main`, oldest first, each with the name of one branch."""
         bases: dict[str, str] = {}
         for reference in sorted(references, key=_commits_behind, reverse=True):
             if reference.metadata is not None and reference.metadata.common_ancestor_hash:
@@ -217,7 +223,7 @@ class RootsReader:
     def _read_positions(self, locations: Mapping[str, str], deadline: float | None) -> list[str] | None:
         """Read the positions of tables into the cache.
 
-        Returns the tables whose metadata files are missing or damaged; None if the deadline passed.
+        Returns the names of tables whose metadata files are missing or damaged; None if the deadline passed.
         """
         unread = [(name, one) for name, one in locations.items() if self._cache.get(one) is None]
 
@@ -249,10 +255,11 @@ class RootsReader:
     def find_table_roots(
         self, roots: LakeRoots, tables: Iterable[RootedTable]
     ) -> dict[ContentKey, TableRoots]:
-        """Return the snapshots of each table that are needed.
+        """Return the needed snapshots of each table, by the table's key.
 
-        The oldest base that has a table decides: the chain of snapshots since then contains those of newer
-        bases. So this usually costs three requests, however many branches exist, and one for each tag.
+        The oldest base that has a table decides, because the chain since the oldest base contains the
+        snapshots of newer bases. So this usually costs three requests, however many branches exist, and one
+        for each tag.
         """
         tables = list(tables)
         bases: dict[ContentKey, dict[int, str]] = {table.key: {} for table in tables}
@@ -287,11 +294,11 @@ class RootsReader:
         commit: str,
         holder: str,
     ) -> dict[ContentKey, int]:
-        """Add and return the snapshot of each table at a commit.
+        """Add the snapshot that each table had at a commit to `bases`, and return the snapshot ids by key.
 
-        If a table was empty then, all snapshots of its chain came later, so the oldest one is its base.
-        Tables that the commit does not have are left out: they were created later, perhaps after an older one
-        of the same name was dropped.
+        If a table was empty at the commit, its base is the oldest snapshot of its chain. Tables that the
+        commit does not have are omitted: they were created later, perhaps after an older table of the same
+        name was dropped.
         """
         by_key = {table.key: table for table in tables}
         snapshot_ids: dict[ContentKey, int] = {}
@@ -311,10 +318,10 @@ class RootsReader:
         ancestor_ids: Mapping[ContentKey, Set[int]],
         tag: Reference,
     ) -> None:
-        """Add the newest snapshot of each table that `main` and the tagged state share.
+        """Add to `bases`, for each table, the newest snapshot that `main` and the tagged state share.
 
-        A table that the run changed costs a read of its metadata file. If that file is missing or damaged,
-        the run cannot be continued any more.
+        For a table that the run changed, the tagged metadata file is read. If this file is missing or
+        damaged, the table is skipped, because the run cannot be published any more.
         """
         by_key = {table.key: table for table in tables}
         for key, content in self._client.contents(f"@{tag.hash}", sorted(by_key)).items():
@@ -343,7 +350,11 @@ class RootsReader:
         horizon: str | None,
         undo_since_ms: int,
     ) -> None:
-        """Add what an undo needs: the state at the horizon, or else that before the younger snapshots."""
+        """Add the snapshot of each table that an undo may return to.
+
+        This is the table's snapshot at the commit `horizon`. For a table that the commit does not have, it is
+        the newest snapshot older than `undo_since_ms`, else the oldest snapshot.
+        """
         tables = list(tables)
         known = self._add_bases(bases, tables, horizon, _HORIZON) if horizon is not None else {}
         for table in tables:
@@ -357,9 +368,9 @@ class RootsReader:
 
 
 def is_unreadable(error: Exception) -> bool:
-    """Whether a file is missing, damaged, or at a location that PyIceberg does not know.
+    """Return whether an error means that a file is missing, damaged, or has a scheme unknown to PyIceberg.
 
-    Any other error may be gone the next time: the storage does not answer, or memory is short.
+    Other errors may disappear: the storage did not answer, or too little memory was free.
     """
     if isinstance(error, StoredFileDamaged):
         return not isinstance(error.__cause__, MemoryError)
@@ -367,13 +378,13 @@ def is_unreadable(error: Exception) -> bool:
 
 
 def _find_oldest(history: TableHistory) -> int | None:
-    """Return the oldest snapshot of the current one's chain; None if the table is empty."""
+    """Return the id of the oldest existing ancestor of the current snapshot; None if the table is empty."""
     ancestors = list_ancestors(history, history.current_id)
     return ancestors[-1].snapshot_id if ancestors else None
 
 
 def _needs_history(reference: Reference) -> bool:
-    """Whether branchlake may rebase what a reference holds: its name has a prefix of branchlake's."""
+    """Return whether a reference may still be rebased: its name begins with one of branchlake's prefixes."""
     is_branch = reference.type is ReferenceType.BRANCH
     return reference.name.startswith(_BRANCH_PREFIXES if is_branch else _TAG_PREFIXES)
 

@@ -1,9 +1,9 @@
-"""Plans the expiry of snapshots, and commits it: one forward commit on `main` for each table.
+"""Plan the expiry of snapshots, and commit it: one forward commit on `main` for each table.
 
-The commit puts a new metadata file without the expired snapshots. It deletes no file: what nothing reaches
-any more is found by the collector of unreachable files.
+The commit puts a new metadata file without the expired snapshots. It deletes no file: the garbage collection
+later finds and deletes the files that are not reachable any more.
 
-The commit has no publication id. So no reader of publications takes it for one.
+The commit has no publication id, so readers of publications ignore it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-i
 
 
 class ExpiryInvalid(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The new metadata would not be valid, or would lack a snapshot that is needed; nothing was changed."""
+    """The new metadata would lack a snapshot or schema that is needed. Nothing was changed."""
 
 
 class SnapshotExpirer:
-    """Plans and commits expiries on one lake. Several may work at once, also in several processes.
+    """Plans and commits the expiry of snapshots on one lake. Several expirers may work at the same time.
 
     `clock` returns the present time in UTC.
     """
@@ -66,21 +66,21 @@ class SnapshotExpirer:
 
     @classmethod
     def of_lake(cls, lake: Lakehouse) -> SnapshotExpirer:
-        """Build it for a lake."""
+        """Create the expirer of a lake."""
         return cls(lake.nessie, lake.catalog())
 
     # -- planning --------------------------------------------------------------------------------------
 
     def plan(self, tables: Collection[str] | None = None, policy: ExpiryPolicy | None = None) -> ExpiryPlan:
-        """Plan the expiry, and change nothing.
+        """Plan the expiry of snapshots. Nothing is changed.
 
         Args:
             tables: Dotted names of tables on `main`; None for all tables.
-            policy: How long snapshots stay. (default: `ExpiryPolicy()`)
+            policy: How long snapshots are kept. (default: `ExpiryPolicy()`)
 
-        A table whose metadata cannot be read becomes a row with an error, and the others are planned. Costs
-        one read of the metadata file of each table on `main`. Raises TableMissing for a name that `main` does
-        not have, ConsumersUnreadable, and errors of Nessie.
+        A table whose metadata cannot be read gets a `PlannedTable` with an error; the others are planned.
+        Costs one read of the metadata file of each table on `main`. Raises TableMissing for a name that
+        `main` does not have, ConsumersUnreadable, and errors of Nessie.
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()
@@ -124,7 +124,7 @@ class SnapshotExpirer:
         return roots
 
     def _find_io(self, location: str, properties: Mapping[str, str] | None = None) -> FileIO:
-        """Return the FileIO for a location, with the table's own properties for the storage."""
+        """Return the FileIO for a location. Storage options in a table's `properties` have priority."""
         own = {
             name: value for name, value in (properties or {}).items() if name.startswith(_FILE_IO_PROPERTIES)
         }
@@ -137,10 +137,10 @@ class SnapshotExpirer:
     ) -> ExpiryResult:
         """Remove the snapshots of the plan's tables that expire now by the plan's policy.
 
-        What needs snapshots is read again, because runs may have begun since the plan was made. Tables that
-        could not be planned are tried again. An error of one table becomes its result, and the others go on.
-        `report` is called after each table. Safe to call again after any failure. Raises ConsumersUnreadable,
-        and Nessie's errors while the roots are read.
+        The needed snapshots are determined again, because runs may have begun since the plan was made. Tables
+        that could not be planned are tried again. An error of one table is stored in its result, and the
+        other tables are processed. `report` is called with the result of each table. Safe to call again after
+        any failure. Raises ConsumersUnreadable, and Nessie's errors while references and positions are read.
         """
         roots = self._read_roots(plan.policy, self._clock())
         results: list[ExpiredTable] = []
@@ -156,9 +156,10 @@ class SnapshotExpirer:
         return ExpiryResult(tuple(results), roots.unreadable_tables)
 
     def expire_table(self, key: ContentKey, roots: LakeRoots, policy: ExpiryPolicy) -> ExpiredTable:
-        """Remove the expired snapshots of one table. Safe to call again after any failure.
+        """Remove the snapshots of one table that expire by `roots` and `policy`, in one commit on `main`.
 
-        Raises ExpiryContended, ExpiryUnknown, ExpiryInvalid, and the errors of Nessie and of the storage.
+        Safe to call again after any failure. Raises ExpiryContended, ExpiryUnknown, ExpiryInvalid, and the
+        errors of Nessie and of the storage.
         """
         forward = ForwardCommit(self._client, key, lambda content: self._prepare(key, content, roots, policy))
         result, commit = forward.run()
@@ -167,7 +168,10 @@ class SnapshotExpirer:
     def _prepare(
         self, key: ContentKey, content: Content | None, roots: LakeRoots, policy: ExpiryPolicy
     ) -> PreparedTable[ExpiredTable] | Unprepared[ExpiredTable]:
-        """Write the table's metadata without the snapshots that expire now."""
+        """Write the table's metadata without the snapshots that expire now.
+
+        Returns `Unprepared` if no snapshot expires, or if `main` has no such table.
+        """
         if not isinstance(content, IcebergTable):
             return Unprepared(ExpiredTable(key.name, is_gone=True))
         location = content.metadata_location
@@ -192,7 +196,7 @@ class SnapshotExpirer:
         )
 
     def _write(self, document: MetadataDocument, metadata: TableMetadata, content: bytes) -> str:
-        """Write the metadata file and return its location."""
+        """Write the metadata file under a new name, and return its location."""
         self._catalog.record_prefixes(metadata)
         provider = load_location_provider(metadata.location, metadata.properties)
         location = provider.new_table_metadata_file_location(metadata_version(document.location) + 1)
@@ -204,7 +208,10 @@ class SnapshotExpirer:
         return location
 
     def _discard(self, location: str) -> None:
-        """Delete a metadata file that certainly no commit names. A refused deletion leaves an orphan."""
+        """Delete a metadata file that is not in any commit.
+
+        If that fails, the garbage collection deletes it.
+        """
         try:
             self._find_io(location).delete(location)
         except OSError:
@@ -214,7 +221,10 @@ class SnapshotExpirer:
 def plan_expiry(
     lake: Lakehouse, tables: Collection[str] | None = None, policy: ExpiryPolicy | None = None
 ) -> ExpiryPlan:
-    """Plan the expiry of snapshots on a lake. As `SnapshotExpirer.plan`."""
+    """Plan the expiry of snapshots on a lake, by `SnapshotExpirer.plan`. Nothing is changed.
+
+    Without a policy, `ExpiryPolicy()` decides, not the lake's settings.
+    """
     return SnapshotExpirer.of_lake(lake).plan(tables, policy)
 
 
@@ -225,7 +235,7 @@ def _require_existing(names: Collection[str], existing_names: Set[str]) -> None:
 
 
 def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) -> RootedTable:
-    """Return the table as `main` has it: Nessie's content decides which snapshot is current."""
+    """Return the table with its history. Its current snapshot is that of Nessie's content, if it exists."""
     history = document.history
     if content.snapshot_id != history.current_id and content.snapshot_id in history.by_id:
         history = replace(history, current_id=content.snapshot_id)
@@ -235,9 +245,9 @@ def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) ->
 def _require_valid(
     table: RootedTable, metadata: TableMetadata, retention: Retention, roots: TableRoots
 ) -> None:
-    """Require that the new metadata is the old one without the expired snapshots.
+    """Raise ExpiryInvalid if the new metadata lacks a needed snapshot, or the schema of a kept snapshot.
 
-    Raises ExpiryInvalid. The new metadata was read by another parser than the one that wrote it.
+    PyIceberg has parsed `metadata`, so an error of this package's own writer is noticed.
     """
     new_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}
     needed_ids = {
