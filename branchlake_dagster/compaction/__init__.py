@@ -1,1 +1,1 @@
-"""Compaction of tables: small files and delete files are rewritten on Spark, and published beside writers."""
+"""Compaction of tables: Spark rewrites small files and files with deletes, while other writers continue."""

@@ -1,10 +1,10 @@
-"""The branches on which compactions work: their names, and the removal of abandoned ones.
+"""The branches of compactions: their names, and the removal of abandoned branches.
 
-A branch is named `compact-` and a UUID of version 1, which holds the time of its creation: Nessie records no
-age for a branch without commits of its own. A process that was killed leaves its branch behind. Nobody else
-writes to it or reads it, so a branch that is older than the longest pass is deleted, by the next compaction
-or by whoever calls `remove_abandoned_branches`. Its new files are then unreachable, and the collector of
-unreachable files removes them.
+A branch is named `compact-` and a UUID of version 1, which contains the time of its creation: Nessie does not
+record the age of a branch without commits of its own. A process that is killed leaves its branch behind.
+Nobody else writes to this branch or reads it, so `remove_abandoned_branches` deletes it after the duration of
+the longest possible pass. Each compaction begins with this call. Then the branch's new files are unreachable,
+and the garbage collection deletes them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from branchlake_dagster.runs.branch_owner import UUID_PATTERN, branch_filter
 from branchlake_dagster.stored_names import ReferencePrefix
 
 ABANDONED_AFTER = timedelta(hours=24)
-"""The age at which a branch is certainly not at work any more: no pass may last longer."""
+"""The age at which a branch is abandoned. No pass may last longer."""
 _GREGORIAN_EPOCH = datetime(1582, 10, 15, tzinfo=UTC)
 
 
 def new_branch_name() -> str:
-    """Return a new name. Its UUID has the present time and a random node, not this machine's address."""
+    """Return a new branch name. Its UUID contains the present time, and a random number as its node."""
     return f"{ReferencePrefix.COMPACTION}{uuid1(node=secrets.randbits(47) | 1 << 40)}"
 
 
 def branch_created_at(name: str) -> datetime | None:
-    """Return when a compaction's branch was created; None if this is not the name of one."""
+    """Return when a compaction's branch was created; None if `name` is not the name of such a branch."""
     if not re.fullmatch(f"{ReferencePrefix.COMPACTION}{UUID_PATTERN}", name):
         return None
     uuid = UUID(name.removeprefix(ReferencePrefix.COMPACTION))
@@ -44,7 +44,7 @@ def branch_created_at(name: str) -> datetime | None:
 def remove_abandoned_branches(
     client: NessieClient, *, now: datetime, abandoned_after: timedelta = ABANDONED_AFTER
 ) -> list[str]:
-    """Delete the branches of compactions that began before `abandoned_after`; return their names."""
+    """Delete the branches of compactions that are older than `abandoned_after`. Return the deleted names."""
     removed = []
     for reference in list(client.references(filter=branch_filter(ReferencePrefix.COMPACTION))):
         created_at = branch_created_at(reference.name)
@@ -57,9 +57,9 @@ def remove_abandoned_branches(
 
 @contextmanager
 def open_branch(client: NessieClient) -> Iterator[Reference]:
-    """Create a branch at the head of `main`, and delete it at the end.
+    """Create a branch at the head of `main`, and delete it when the context ends.
 
-    A branch that cannot be deleted is left to `remove_abandoned_branches`.
+    If Nessie refuses the deletion, a later call of `remove_abandoned_branches` deletes the branch.
     """
     base_hash = client.reference(MAIN).hash
     branch = client.create_branch(new_branch_name(), from_ref=MAIN, from_hash=base_hash)

@@ -1,8 +1,8 @@
-"""Chooses and orders the partitions that a compaction rewrites. Pure functions over measures.
+"""Choose and order the partitions that a compaction rewrites. Pure functions over measures.
 
-A partition is rewritten if it has many small files, or delete files that a reader must apply. The order is
-benefit over cost: files that disappear per byte that is read. Budgets cut the list, and a partition that no
-longer fits is skipped for a smaller one after it.
+A partition is rewritten if it has many small files, or delete files that a reader must apply. The partitions
+are ordered by the number of files that disappear per byte that is read, highest first. A partition that does
+not fit into the rest of the budget is skipped; a smaller partition after it may still fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from branchlake_dagster.wording import CodedReason
 
 
 class Strategy(StrEnum):
-    """How rows are arranged in the new files."""
+    """How a compaction orders rows in the new files, and which files it rewrites."""
 
     BIN_PACK = "bin_pack"
     """Rows keep their order. Only small files, and files with deletes, are rewritten."""
@@ -34,7 +34,7 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class CompactionOptions:
-    """What is compacted, how, and within which budgets.
+    """Options of a compaction: which partitions are compacted, how, and within which budgets.
 
     Args:
         strategy (Strategy): How rows are arranged. (default: bin-packing)
@@ -49,14 +49,16 @@ class CompactionOptions:
             sort order. Single files are not rewritten by bin-packing. (default: False)
         max_bytes (Optional[int]): The most bytes of data files that a pass reads for rewriting.
         max_partitions (Optional[int]): The most partitions of a pass.
-        max_seconds (Optional[float]): No further rewrite begins after this time. Finished ones are published.
+        max_seconds (Optional[float]): No further rewrite begins after this time. Finished rewrites are
+            published.
         unit_bytes (int): The most bytes that one call of Spark rewrites. Between calls, the pass can pause.
             (default: 1 GiB)
         fold_deletes_beside_runs (bool): Whether files with row-level deletes are compacted while runs are
             open. Such a compaction cannot be reversed for a run that needs the old files. (default: False)
 
     Raises:
-        ConfigurationError: The columns do not fit the strategy, or a number is not positive.
+        ConfigurationError: The columns do not fit the strategy, a number of bytes or partitions is not
+            positive, or `max_small_files` is negative.
 
     Examples:
         .. code-block:: python
@@ -96,9 +98,10 @@ class CompactionOptions:
 
 @dataclass(frozen=True)
 class PlannedPartition:
-    """A partition that is to be rewritten, and why.
+    """A partition that is to be rewritten, and the reason.
 
-    `files` and `bytes` are what is read, `expected_files` the files afterwards.
+    `files` and `bytes` are the number and size of the data files to rewrite, `expected_files` the expected
+    number of new files.
     """
 
     measured: PartitionFiles
@@ -109,18 +112,18 @@ class PlannedPartition:
 
     @property
     def removed_files(self) -> int:
-        """The data and delete files that readers will no longer open."""
+        """The expected decrease of the number of data and delete files."""
         return self.files + self.measured.delete_files - self.expected_files
 
     @property
     def benefit(self) -> float:
-        """Files that disappear per MiB that is read."""
+        """The number of files that disappear per MiB that is read."""
         return self.removed_files / max(self.bytes / MEBIBYTE, 1 / MEBIBYTE)
 
 
 @dataclass(frozen=True)
 class SkippedPartition:
-    """A partition that should be compacted but is not in this plan, and why."""
+    """A partition that needs a compaction but is not in this plan, and the reason."""
 
     measured: PartitionFiles
     reason: CodedReason
@@ -128,9 +131,9 @@ class SkippedPartition:
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """The partitions to rewrite, the best first, and those that are left for later.
+    """The partitions to rewrite, ordered by benefit, and the partitions that are skipped for now.
 
-    `unreadable` are tables whose metadata or manifests cannot be read, with the errors.
+    `unreadable` maps tables whose metadata or manifests cannot be read to their errors.
     """
 
     options: CompactionOptions
@@ -142,12 +145,12 @@ class CompactionPlan:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables with planned partitions, in the order of their best partition."""
+        """The names of tables with planned partitions, ordered by each table's first planned partition."""
         return tuple(dict.fromkeys(one.measured.table for one in self.partitions))
 
     @property
     def bytes(self) -> int:
-        """The bytes that are read for rewriting."""
+        """The size of all data files to rewrite."""
         return sum(one.bytes for one in self.partitions)
 
 
@@ -157,7 +160,7 @@ class _Budget:
     partitions_left: float
 
     def take(self, planned: PlannedPartition) -> bool:
-        """Take a partition out of the budget; False if it does not fit."""
+        """Subtract a partition from the budget and return True; return False if it does not fit."""
         if planned.bytes > self.bytes_left or self.partitions_left < 1:
             return False
         self.bytes_left -= planned.bytes
@@ -168,7 +171,7 @@ class _Budget:
 def plan_partitions(
     measures: Iterable[PartitionFiles], options: CompactionOptions, *, now: datetime
 ) -> CompactionPlan:
-    """Choose and order the partitions. `now` decides which partitions are hot."""
+    """Choose and order the partitions to rewrite. A partition is hot by its last write before `now`."""
     measures = list(measures)
     # Spark also selects files of older partition specs by the predicate of a partition, so none is selected.
     old_tables = {measured.table for measured in measures if not measured.is_current_spec}
@@ -202,7 +205,7 @@ def plan_partitions(
 
 
 def _plan_partition(measured: PartitionFiles, options: CompactionOptions) -> PlannedPartition | None:
-    """Return what a compaction of the partition would do; None if the partition does not need one."""
+    """Return the planned compaction of a partition; None if the partition does not need a compaction."""
     reason = _find_reason(measured, options)
     if reason is None:
         return None
@@ -238,7 +241,11 @@ def _find_obstacle(measured: PartitionFiles, options: CompactionOptions, now: da
 def split_into_units(
     partitions: Iterable[PlannedPartition], *, unit_bytes: int, unit_partitions: int = 100
 ) -> list[list[PlannedPartition]]:
-    """Split partitions of one table into units that one call of Spark rewrites, in their order."""
+    """Split partitions of one table into units, each for one call of Spark. The order is preserved.
+
+    A unit has at most `unit_partitions` partitions and `unit_bytes` bytes; a larger partition is a unit of
+    its own.
+    """
     units: list[list[PlannedPartition]] = []
     size = 0
     for planned in partitions:

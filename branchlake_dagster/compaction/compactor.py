@@ -1,7 +1,7 @@
 """Compact tables: plan, rewrite on a branch by Spark, prove, and publish each table by one commit.
 
-Each table gets its own branch at the head of `main`. If the process is killed, `main` has either all of a
-table's compaction or nothing of it, and the branch is removed later.
+Each table gets its own branch at the head of `main`. If the process is killed, `main` contains a table's
+compaction either completely or not at all, and the branch is removed later.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def plan_compactions(
 ) -> CompactionPlan:
     """Measure tables on `main` and plan what to compact. Changes nothing, and needs no Spark.
 
-    `tables` are dotted names; None means all tables. Reads each table's metadata and manifests. A table that
-    cannot be read does not stop the others. Raises TableMissing for a name that `main` does not have, and
+    `tables` are dotted names; None means all tables. `now` is the present time, to tell which partitions are
+    hot. Reads each table's metadata and manifests. A table that cannot be read is in `unreadable` of the
+    plan, and the other tables are planned. Raises TableMissing for a name that `main` does not have, and
     ConfigurationError if a table lacks a column of the options.
     """
     chosen_options = options or CompactionOptions()
@@ -97,7 +98,7 @@ def _load_table(table_format: IcebergTableFormat, key: ContentKey, content: Iceb
 
 
 def _require_columns(table: Table, name: str, sort_columns: Sequence[str]) -> None:
-    """Require that the table has the columns. Terms with a function, `bucket(8, id)`, are not looked at."""
+    """Raise ConfigurationError if the table lacks a column. Terms such as `bucket(8, id)` are not checked."""
     known_names = {column.lower() for column in table.schema().column_names}
     for term in sort_columns:
         column = term.split()[0].strip("`")
@@ -113,7 +114,7 @@ def _require_columns(table: Table, name: str, sort_columns: Sequence[str]) -> No
 
 @dataclass
 class _Pass:
-    """The limits of one pass: when it must stop, and the reason once it has."""
+    """The limits of one pass. `stopped` is the reason why it must stop; None until then."""
 
     may_continue: Callable[[], bool]
     deadline: float | None
@@ -130,7 +131,7 @@ class _Pass:
 
 
 class Compactor:
-    """Compacts tables of one lake."""
+    """Compacts tables of one lake. `rewrite` is called as `rewrite_partitions`, for example by tests."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Compactor:
 
     @classmethod
     def of_lake(cls, lake: Lakehouse) -> Compactor:
-        """Build it for a lake."""
+        """Create the compactor of a lake."""
         return cls(lake, IcebergTableFormat(lake.catalog()))
 
     def run(
@@ -160,9 +161,10 @@ class Compactor:
     ) -> CompactionResult:
         """Compact the partitions of a plan, table by table.
 
-        `may_continue` is called before each rewrite; if it returns False, finished rewrites are published and
-        the pass ends. `report` is called when a step begins. The error of one table is recorded in its
-        outcome and does not stop the others. Removes branches that earlier passes abandoned.
+        `may_continue` is called before each table and each further rewrite; if it returns False, finished
+        rewrites are published and the pass ends. `report` is called when a step begins. The error of one
+        table is recorded in its outcome and does not stop the others. Removes branches that earlier passes
+        abandoned.
         """
         started = self._monotonic()
         seconds = plan.options.max_seconds
@@ -237,10 +239,10 @@ class Compactor:
         limits: _Pass,
         report: Callable[[TableProgress], None],
     ) -> tuple[list[PlannedPartition], dict[str, RewriteFailed]]:
-        """Rewrite unit by unit, until the pass must stop.
+        """Rewrite the partitions unit by unit, until the pass must stop.
 
-        Return the partitions that Spark rewrote, and the errors of others by partition. Raises RewriteFailed
-        if Spark rewrote no unit.
+        Return the partitions that Spark rewrote, and a dict with the errors of failed partitions. Partitions
+        that were not reached are in neither. Raises RewriteFailed if every unit failed.
         """
         done: list[PlannedPartition] = []
         failed: dict[str, RewriteFailed] = {}
@@ -260,7 +262,7 @@ class Compactor:
         return done, failed
 
     def _load_rewritten(self, key: ContentKey, branch: Reference, before: IcebergTable) -> RewrittenTable:
-        """Read from the branch's manifests what was rewritten, whatever Spark reported."""
+        """Return the files that were rewritten, from the branch's manifests. Spark's report is not used."""
         after = self._lake.nessie.contents(branch.name, [key])[key]
         assert isinstance(after, IcebergTable)  # noqa: S101 - the branch had it before
         rewritten = list_rewritten_partitions(key.name, self._tables.load_change(key, before, after))
@@ -274,9 +276,9 @@ class Compactor:
         passed: tuple[Sequence[PlannedPartition], Mapping[str, RewriteFailed]],
         options: CompactionOptions,
     ) -> CompactedTable:
-        """Publish what was rewritten, and account for every planned partition.
+        """Publish the rewritten partitions. Return `compacted` with each planned partition's outcome.
 
-        `passed` has the partitions that Spark rewrote, and the errors of others.
+        `passed` is the result of `_rewrite_units`.
         """
         done, failed = passed
         reasons = {
@@ -302,7 +304,7 @@ def _leave(
     reasons: Mapping[str, CodedReason],
     committed: Sequence[RewrittenPartition],
 ) -> Iterable[LeftPartition]:
-    """Yield the planned partitions that were not committed, with the reason."""
+    """Yield the planned partitions that were not committed, each with the reason."""
     committed_names = {one.partition for one in committed}
     passed_names = {planned.measured.partition for planned in done}
     for planned in partitions:

@@ -6,9 +6,9 @@ from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal,
 
 
 class CompactionRowsDiffer(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The compacted files do not hold the same rows as the old ones; nothing was published.
+    """The rewritten files do not contain the same rows as the old files. Nothing was published.
 
-    `partitions` are those whose rows differ.
+    `partitions` are the partitions whose rows differ.
     """
 
 
@@ -17,11 +17,11 @@ class CompactionNotClean(BranchlakeError, Terminal):  # noqa: N818 - named like 
 
 
 class RewriteFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Spark did not rewrite the files; nothing was published."""
+    """Spark failed to rewrite the files. Nothing was published."""
 
 
 class CompactionContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Other writers kept changing the table; nothing was published."""
+    """Other writers changed the table during each of five attempts to publish. Nothing was published."""
 
 
 class CompactionUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes

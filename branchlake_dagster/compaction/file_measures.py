@@ -1,4 +1,4 @@
-"""Measures of a table's files per partition, from its manifests. No data file is opened."""
+"""Measure a table's files per partition, from its manifests. No data file is opened."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _DEFAULT_TARGET_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True)
 class PartitionFiles:
-    """The files of one partition.
+    """Numbers and sizes of the files of one partition. Sizes are in bytes.
 
     Attributes:
         table: The table's dotted name.
         partition: The partition as text, such as `day=2026-11-05`; empty for a table without partitions.
         files: The number of data files.
-        bytes: Their size.
-        rows: Their rows, including deleted ones.
-        small_files: The data files below the limit of small files.
+        bytes: The size of all data files.
+        rows: The number of rows in all data files, including rows that delete files delete.
+        small_files: The number of data files that are smaller than `small_file_bytes`.
         small_bytes: The size of the small files.
-        delete_files: The delete files and deletion vectors that may delete rows of a data file that the
-            table still has.
-        deletes_bytes: The size of data files that are not small and from which they may delete rows.
-        deletes_data_files: The number of those data files.
-        last_write: When rows were last written to the partition; None if that snapshot has expired.
-        predicate: Selects the partition in Spark's SQL; None if it cannot be expressed.
+        delete_files: The number of delete files and deletion vectors that may delete rows of a data file
+            that the table still has.
+        deletes_bytes: The size of the data files that are not small and to which such deletes may apply.
+        deletes_data_files: The number of the data files of `deletes_bytes`.
+        last_write: When rows were last written to the partition; None if the snapshots of its files have
+            expired. A compaction does not count as a write.
+        predicate: The condition in Spark's SQL that selects the partition; None if it cannot be expressed.
         is_current_spec: Whether the files have the table's current partition spec.
-        target_bytes: The size of files that the table's writers aim at.
+        target_bytes: The table's property `write.target-file-size-bytes`, or Iceberg's default.
     """
 
     table: str
@@ -62,18 +63,18 @@ class PartitionFiles:
 
     @property
     def candidate_files(self) -> int:
-        """The data files that a bin-packing compaction rewrites."""
+        """The number of data files that a bin-packing compaction rewrites."""
         return self.small_files + self.deletes_data_files
 
     @property
     def candidate_bytes(self) -> int:
-        """The bytes that a bin-packing compaction reads."""
+        """The size of the data files that a bin-packing compaction rewrites."""
         return self.small_bytes + self.deletes_bytes
 
 
 @dataclass
 class _OpenPartition:
-    """A partition while its files are collected. `files` has each file with its data sequence number."""
+    """The data files of a partition, collected so far. `files` has pairs of file and sequence number."""
 
     spec_id: int
     predicate: str | None
@@ -82,7 +83,11 @@ class _OpenPartition:
 
 
 def measure_table(table: Table, name: str, *, small_file_bytes: int) -> list[PartitionFiles]:
-    """Measure the current state of a table, whose dotted name is `name`. Reads its manifests, each once."""
+    """Measure the current snapshot of a table: one result per partition with data files, sorted by partition.
+
+    `name` is the table's dotted name. Data files below `small_file_bytes` are small. Reads each manifest of
+    the snapshot once.
+    """
     metadata = table.metadata
     partitions: dict[str, _OpenPartition] = {}
     deletes: list[tuple[DataFile, int]] = []
@@ -121,7 +126,10 @@ def _format_partition(file: DataFile, metadata: TableMetadata) -> str:
 
 
 def _write_times(metadata: TableMetadata) -> Mapping[int, datetime]:
-    """Return when each snapshot wrote rows. A compaction wrote none."""
+    """Return the time of each snapshot that wrote rows, by snapshot id.
+
+    Compactions (`replace`) are omitted.
+    """
     return {
         snapshot.snapshot_id: datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC)
         for snapshot in metadata.snapshots
@@ -132,8 +140,8 @@ def _write_times(metadata: TableMetadata) -> Mapping[int, datetime]:
 class _EffectiveDeletes:
     """Finds the delete files that may delete rows of given data files.
 
-    Delete files stay in a table's metadata after the rows that they deleted were rewritten. These are left
-    out: their data file is gone, or all data files of their partition are newer.
+    Delete files stay in a table's metadata after their data files were rewritten. A delete file is omitted if
+    the data file that it names is gone, or if all data files of its partition are newer.
     """
 
     def __init__(self, metadata: TableMetadata, deletes: Sequence[tuple[DataFile, int]]) -> None:
@@ -145,7 +153,10 @@ class _EffectiveDeletes:
             listed.append((plain, file, sequence_number))
 
     def find(self, partition: str, files: Sequence[tuple[DataFile, int]]) -> tuple[int, set[str]]:
-        """Return the number of effective delete files, and the paths of the data files they may concern."""
+        """Return the number of delete files that may delete rows of `files`, and the paths of these files.
+
+        `files` are the data files of one partition, with their data sequence numbers.
+        """
         listed = [*self._by_partition.get(partition, ()), *self._everywhere]
         if not listed:
             return 0, set()
@@ -159,7 +170,7 @@ class _EffectiveDeletes:
             ):
                 low = plain.paths.low
                 if len(low) not in paths_by_prefix:
-                    # A bound may be the beginning of the path only.
+                    # Bounds may be truncated, so a bound may be only the beginning of the path.
                     paths_by_prefix[len(low)] = {
                         file.file_path.encode()[: len(low)]: file.file_path for file, _ in files
                     }

@@ -1,4 +1,7 @@
-"""The changes of open runs in a table. A compaction skips partitions that would hinder such a run."""
+"""The changes of open runs in a table.
+
+A compaction skips a partition if an open run could not be published after its compaction.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ _BRANCHES_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run's branch, or a batch of a live ingestion, and its files of one table.
+    """The changes of one table on the branch of a run or of a live ingestion's batch.
 
-    `removed_paths` are data files of `main` that the run removed, and `deletes` its delete files.
-    `is_comparable` is False if the run's history of the table does not lead back to `main`.
+    `removed_paths` are data files of `main` that the run removed, and `deletes` the delete files that it
+    added. Both are empty if the run did not change the table. `is_comparable` is False if none of the table's
+    snapshots on the branch is a snapshot of `main`.
     """
 
     branch: str
@@ -37,7 +41,7 @@ class OpenRun:
     is_comparable: bool = True
 
     def find_obstacle(self, partition: RewrittenPartition) -> CodedReason | None:
-        """Return why a compaction of these files gives way to the run; None if it need not."""
+        """Return why this partition must not be compacted before the run is published; None if it may be."""
         if not self.is_comparable:
             return CodedReason(f"the history on {self.branch} does not lead back to main", "run_unknown")
         if self.deletes:
@@ -51,7 +55,7 @@ class OpenRun:
 def load_open_runs(
     client: NessieClient, tables: IcebergTableFormat, key: ContentKey, main_content: IcebergTable
 ) -> list[OpenRun]:
-    """Load the open runs' changes of a table.
+    """Load the changes of one table on all branches of open runs, also on branches without a change.
 
     Costs a request for each branch, and for each branch that changed the table, its metadata and the
     manifests of its own snapshots.
@@ -102,5 +106,5 @@ def _load_open_run(
 
 
 def find_run_obstacle(partition: RewrittenPartition, runs: Sequence[OpenRun]) -> CodedReason | None:
-    """Return why a partition gives way to one of the open runs; None if it need not."""
+    """Return the first reason why an open run forbids the compaction of a partition; None without one."""
     return next(filter(None, (run.find_obstacle(partition) for run in runs)), None)

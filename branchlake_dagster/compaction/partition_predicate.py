@@ -1,4 +1,4 @@
-"""The predicate in Spark's SQL that selects exactly one partition of an Iceberg table."""
+"""Build the predicate in Spark's SQL that selects exactly one partition of an Iceberg table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _FUNCTIONS: dict[type[ice_transforms.Transform[Any, Any]], str] = {
     ice_transforms.DayTransform: "days",
     ice_transforms.HourTransform: "hours",
 }
-"""Iceberg's functions in Spark's catalog. They return numbers since 1970; `days` returns a date."""
+"""Iceberg's functions in Spark's catalog. They return years, months or hours since 1970; `days` a date."""
 
 
 def partition_predicate(partition: Record, spec: PartitionSpec, schema: Schema) -> str | None:
-    """Return the predicate; None if Spark's SQL cannot express it. A table without partitions has `true`.
+    """Return the predicate for a partition, such as `nessie.system.days(at) = date'2026-11-05'`.
 
-    Days and times before year 1 or after year 9999 have no literal. Iceberg projects the predicate on
-    partition values, so Spark plans only files of this partition.
+    Returns `true` for a table without partitions. Returns None if Spark's SQL cannot express the predicate:
+    the column was dropped, its type has no exact literal, or a time is before year 1 or after year 9999.
+    Iceberg projects the predicate on partition values, so Spark plans only files of this partition.
     """
     conditions = []
     for number, field in enumerate(spec.fields):
@@ -70,7 +71,7 @@ def _field_condition(field: PartitionField, value: Any, schema: Schema) -> str |
 
 
 def _format_literal(value: Any, kind: ice_types.IcebergType) -> str | None:
-    """Return a literal of the column's type; None if the type has no exact one."""
+    """Return a literal of the column's type in Spark's SQL; None if the type has no exact literal."""
     match kind:
         case ice_types.StringType():
             return quote_spark_string(str(value))

@@ -1,4 +1,4 @@
-"""What a compaction committed, read from the manifests of its commits, and what it left alone."""
+"""The outcome of a compaction: partitions that it committed, and planned partitions that it did not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from branchlake_dagster.wording import CodedReason
 class CompactedPartition:
     """A partition whose files a commit replaced.
 
-    `rows` are its live rows in the new files, `folded_rows` the deleted rows that the old files still held.
+    `rows` is the number of rows in the new files. `folded_rows` is the number of rows that the old files
+    contained in addition; delete files had deleted them.
     """
 
     partition: str
@@ -38,14 +39,17 @@ class CompactedTable:
 
     Attributes:
         table: The table's dotted name.
-        commit: The commit on `main`; None if nothing was committed.
-        partitions: What the commit contains.
-        left: The planned partitions that it does not contain.
-        is_rebased: Whether other writers had changed the table in the meantime, or partitions were left out
-            because of their changes.
-        read_bytes: The size of the rewritten data files, including rewrites that were not published.
-        seconds: How long the table took: `rewrite_seconds` on Spark, `proof_seconds` for the checksums.
-        error: Why the table failed; None if it did not. Other tables are compacted nevertheless.
+        commit: The hash of the commit on `main`; None if nothing was committed.
+        partitions: The partitions that the commit rewrote.
+        left: The planned partitions that the commit does not contain.
+        is_rebased: Whether the files were replayed on `main`, because other writers had changed the table in
+            the meantime or because partitions were skipped.
+        read_bytes: The size of the old data files, including those of partitions that were not published.
+        seconds: How long the whole table took.
+        rewrite_seconds: How long Spark rewrote files.
+        proof_seconds: How long the checksums of the rows took.
+        error: The table's error, or that of its first failed partition; None if no error occurred. Other
+            partitions and tables are compacted nevertheless.
     """
 
     table: str
@@ -62,13 +66,14 @@ class CompactedTable:
 
 @dataclass(frozen=True)
 class CompactionResult:
-    """The outcome of a pass.
+    """The outcome of one compaction pass over a plan.
 
     Attributes:
         tables: One outcome for each table: first the tables that could not be read, then the processed ones
             in the order of the plan. After an early stop, the remaining tables are missing.
         stopped: The reason for an early stop; None if the plan was finished.
-        removed_branches: Abandoned branches of earlier passes that were deleted.
+        removed_branches: The names of abandoned branches of earlier passes that were deleted.
+        seconds: How long the pass took.
     """
 
     tables: tuple[CompactedTable, ...] = ()
@@ -78,20 +83,22 @@ class CompactionResult:
 
     @property
     def errors(self) -> tuple[Exception, ...]:
-        """The errors of tables that failed."""
+        """The errors of tables that failed, in the order of `tables`."""
         return tuple(table.error for table in self.tables if table.error is not None)
 
     def raise_first_error(self) -> None:
-        """Raise the error of the first table that failed."""
+        """Raise the error of the first table that failed; do nothing if no table failed."""
         for error in self.errors:
             raise error
 
 
 @dataclass(frozen=True)
 class TableProgress:
-    """What is reported while a table is compacted.
+    """The progress of a table, reported when a step begins.
 
-    `step` is one of `rewrite`, `prove`, `publish` and `done`. The numbers count planned partitions.
+    `step` is one of `rewrite`, `prove`, `publish` and `done`. `partitions` is the number of planned
+    partitions of the table. `partitions_done` is the number that Spark has rewritten; with `done`, the number
+    that was committed. `bytes_done` is the size of the old files that were rewritten, only with `rewrite`.
     """
 
     table: str
@@ -102,7 +109,7 @@ class TableProgress:
 
 
 def describe_partition(one: RewrittenPartition) -> CompactedPartition:
-    """Return the numbers of a rewritten partition."""
+    """Count the files, bytes and rows of a rewritten partition."""
     removed_rows, added_rows = one.stored_rows
     return CompactedPartition(
         one.partition,

@@ -1,4 +1,4 @@
-"""The files that a compaction rewrote on its branch, and the proof that they hold the same rows."""
+"""The files that a compaction rewrote on its branch, and the check that they contain the same rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RewrittenPartition:
 
     @property
     def stored_rows(self) -> tuple[int, int]:
-        """The rows of the old and of the new files by their manifests, with deleted ones."""
+        """The numbers of rows in the old and in the new files by their manifests, including deleted rows."""
         return _count_rows(self.removed), _count_rows(self.added)
 
     @property
     def has_folded_deletes(self) -> bool:
-        """Whether deleted rows were left out of the new files, or may have been."""
+        """Whether the numbers of `stored_rows` differ: the new files do not contain deleted rows any more."""
         removed_rows, added_rows = self.stored_rows
         return removed_rows != added_rows
 
@@ -36,7 +36,11 @@ def _count_rows(files: Sequence[File]) -> int:
 
 
 def list_rewritten_partitions(table: str, change: TableChange) -> list[RewrittenPartition]:
-    """Return what a compaction's branch changed, from manifests. Raises CompactionNotClean."""
+    """Return the rewritten partitions of a table's change, sorted by partition.
+
+    Files that one step added and a later step removed are omitted. Raises CompactionNotClean if the change
+    contains a step that is not a compaction.
+    """
     modes = {step.mode for step in change.steps} - {ChangeMode.COMPACT}
     if not change.is_complete or modes or not change.changes_no_rows:
         raise CompactionNotClean(
@@ -64,10 +68,10 @@ def prove_same_rows(
     before: Mapping[str, RowChecksum],
     after: Mapping[str, RowChecksum],
 ) -> dict[str, RowChecksum]:
-    """Return the checksum of each partition; raise CompactionRowsDiffer if one is not the same as before.
+    """Return the checksum of each partition; raise CompactionRowsDiffer if old and new files differ.
 
-    `before` and `after` are checksums by path. The rows that Spark counted in new files must also be those
-    that their manifests state.
+    `before` and `after` are checksums by file path. The number of live rows in the new files must also be the
+    number that their manifests contain.
     """
     checksums: dict[str, RowChecksum] = {}
     differing = []

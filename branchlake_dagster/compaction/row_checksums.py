@@ -1,8 +1,9 @@
-"""Checksums of the rows of data files, computed on Spark, which do not depend on the order of rows.
+"""Checksums of the rows of data files, computed on Spark. They do not depend on the order of rows.
 
-Each row is hashed with `xxhash64` over all columns, and over which columns are null, because the function
-skips nulls. Per file, the hashes are combined by exclusive or and by sums of both halves. Sums add up over
-files, so a partition's old and new files can be compared although their number differs.
+Each row is hashed with `xxhash64` over all columns. The hash also includes for each nullable column whether
+it is null, because the function skips nulls. For each file, the hashes are combined by exclusive or, and by
+sums of their lower and upper 32 bits. Checksums of several files can be added, so a partition's old and new
+files can be compared although their number differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowChecksum:
-    """The number of live rows, and the combined hashes of the rows."""
+    """The number of live rows, and the combined 64-bit hashes of the rows.
+
+    `xor` is the exclusive or of the hashes, `low` and `high` are the sums of their lower and upper 32 bits.
+    """
 
     rows: int = 0
     xor: int = 0
@@ -39,9 +43,10 @@ class RowChecksum:
 def checksum_files(
     session: SparkSession, key: ContentKey, schema: Schema, *, snapshot_id: int, predicate: str
 ) -> dict[str, RowChecksum]:
-    """Return the checksum of each data file of a snapshot with live rows in the partitions of `predicate`.
+    """Return the checksum of each data file with live rows, by the file's path as in the manifests.
 
-    Reads all columns of these partitions, with delete files applied. Keys are paths as in the manifests.
+    Only the rows of the snapshot `snapshot_id` that match `predicate` (Spark's SQL) are read, with all
+    columns. Delete files are applied.
     """
     statement = build_query(key, schema, snapshot_id=snapshot_id, predicate=predicate)
     return {
@@ -51,7 +56,7 @@ def checksum_files(
 
 
 def build_query(key: ContentKey, schema: Schema, *, snapshot_id: int, predicate: str) -> str:
-    """Build the statement of `checksum_files`."""
+    """Build the SQL statement of `checksum_files`. Its columns are file, row_count and the three hashes."""
     terms = ", ".join(term for field in schema.fields for term in _hash_terms(field))
     return (
         "SELECT file, count(*) AS row_count, bit_xor(row_hash) AS hash_xor,"  # noqa: S608 - names are quoted
@@ -87,7 +92,7 @@ def _contains_map(field: NestedField) -> bool:
 
 
 def sum_checksums(checksums: Mapping[str, RowChecksum], paths: Iterable[str]) -> RowChecksum:
-    """Return the checksum of several files. A file without live rows has none of its own."""
+    """Return the sum of the checksums of several files. A file without a checksum has no live rows."""
     total = RowChecksum()
     for path in paths:
         total += checksums.get(path, RowChecksum())

@@ -1,8 +1,9 @@
-"""Prove on Spark that rewritten files hold the same rows as the old ones.
+"""Prove on Spark that rewritten files contain the same rows as the old files.
 
-Only the files that a compaction replaced are read. Spark cannot select files, and the same partitions may
-also have large files that stay. So the compaction's branch gets a state of the table without these, for the
-old and for the new files, by metadata alone. The state that is published was read before, and is not changed.
+Only the old and new files of a compaction are read. Spark cannot select single files, and the same partitions
+may also have large files that were not rewritten. So a state of the table without the large files is
+committed to the compaction's branch, first with the old files and then with the new files. This changes only
+metadata. The state to publish was loaded before, so these commits do not change it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _MAX_WRITTEN_VERSION = 2
-"""The newest format version whose manifests PyIceberg writes. Of newer tables all files are read."""
+"""The newest format version whose manifests PyIceberg writes. For newer tables, all files are read."""
 
 
 class RowProof:
-    """Compares the rows of one compaction, on its branch. `session` is a Spark session at that branch."""
+    """Compares the rows before and after one compaction. `session` is a Spark session on its branch."""
 
     def __init__(self, client: NessieClient, tables: IcebergTableFormat, session: SparkSession) -> None:
         self._client = client
@@ -41,14 +42,17 @@ class RowProof:
         self._session = session
 
     def prove(self, rewritten: RewrittenTable, predicate: str) -> dict[str, RowChecksum]:
-        """Return the checksum of each partition. `predicate` selects the partitions in Spark's SQL.
+        """Return the checksum of the new files of each partition, by partition.
 
-        Reads every column of the old and of the new files once. Raises CompactionRowsDiffer.
+        `predicate` selects the rewritten partitions in Spark's SQL.
+
+        Reads every column of the old and of the new files once. Raises CompactionRowsDiffer if the rows of a
+        partition differ.
         """
         partitions = {one.partition for one in rewritten.partitions}
         old_paths = {file.path for one in rewritten.partitions for file in one.removed}
         new_paths = {file.path for one in rewritten.partitions for file in one.added}
-        # The second state replaces the first one on the branch, so both are stored or none.
+        # The second state replaces the first state on the branch, so either both states are stored or none.
         stores_states = self._has_old_schema(rewritten)
         before, after = (
             self._checksum(rewritten, content, partitions, paths, predicate, stores_states)
@@ -75,9 +79,10 @@ class RowProof:
         )
 
     def _has_old_schema(self, rewritten: RewrittenTable) -> bool:
-        """Return whether columns have changed since the last write.
+        """Return whether the table's columns have changed since the snapshot before the compaction.
 
-        Spark reads a snapshot with the schema that it was written with, so the columns would differ.
+        Spark reads a snapshot with the snapshot's own schema, so the old and new columns would differ. False
+        for format versions whose manifests PyIceberg does not write.
         """
         metadata = self._tables.open(rewritten.key, rewritten.before).table.metadata
         snapshot = metadata.current_snapshot()
@@ -88,7 +93,7 @@ class RowProof:
     def _store_narrow_state(
         self, rewritten: RewrittenTable, content: IcebergTable, other_files: list[DataFile]
     ) -> int:
-        """Commit a state without `other_files` to the compaction's branch, and return its snapshot."""
+        """Commit a state without `other_files` to the compaction's branch. Return its snapshot id."""
         key = rewritten.key
         state = self._tables.open(key, content)
         written_paths: list[str] = []
@@ -116,7 +121,7 @@ class RowProof:
 
 
 def _list_other_files(table: Table, partitions: Collection[str], paths: Collection[str]) -> list[DataFile]:
-    """List the data files of partitions that are not among `paths`."""
+    """List the data files of `partitions` whose paths are not in `paths`; none for format version 3."""
     if table.metadata.format_version > _MAX_WRITTEN_VERSION:
         return []
     live_files = read_live_files(table.io, table.current_snapshot(), ManifestContent.DATA)

@@ -1,7 +1,7 @@
 """Rewrite the files of chosen partitions on Spark, by Iceberg's procedure `rewrite_data_files`.
 
 The procedure also works on tables with `gc.enabled=false`, applies delete files and deletion vectors, and
-removes those that have nothing left to delete. What it reports is not used: with partial progress it once
+removes delete files that have nothing left to delete. Its report is not used: with partial progress it once
 reported success without a rewritten file (apache/iceberg#17202). The caller reads the manifests instead.
 """
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SMALLEST_SHARE = 0.75
-"""Iceberg requires that the size of small files is below the target size; this is its default share."""
+"""Iceberg requires that the limit of small files is below the target size. This is its default fraction."""
 
 
 def rewrite_partitions(
     session: SparkSession, key: ContentKey, unit: Sequence[PlannedPartition], options: CompactionOptions
 ) -> None:
-    """Rewrite the files of the partitions on the session's branch, in one commit or not at all.
+    """Rewrite the files of some partitions of one table on the session's branch, in one commit or not at all.
 
-    If delete files became pointless, a second commit removes them. Raises RewriteFailed.
+    If delete files have nothing left to delete, a second commit removes them. Raises RewriteFailed if Spark
+    fails; an error after the first commit leaves the rewritten files on the branch.
     """
     try:
         session.sql(build_call(key, unit, options)).collect()
@@ -76,7 +77,7 @@ def build_call(key: ContentKey, unit: Sequence[PlannedPartition], options: Compa
 
 
 def join_predicates(unit: Sequence[PlannedPartition]) -> str:
-    """Return the predicate of several partitions."""
+    """Return the predicate in Spark's SQL that selects all partitions of `unit`."""
     predicates = [planned.measured.predicate for planned in unit]
     if "true" in predicates:
         return "true"  # the only partition of a table without partitions

@@ -1,4 +1,4 @@
-"""Plans and results of compactions in words, as rows of tables, and as JSON."""
+"""Plans and results of compactions as sentences, as printed rows, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAN_HEADERS = ("table", "partition", "files", "after", "MiB to read", "delete f
 
 
 def list_plan_rows(plan: CompactionPlan) -> list[tuple[str, ...]]:
-    """Return a row for each planned partition, then for each that is left for later."""
+    """Return a row with `PLAN_HEADERS` for each planned partition, then for each skipped partition."""
     rows = [_list_planned(planned) for planned in plan.partitions]
     for skipped in plan.skipped:
         measured = skipped.measured
@@ -44,7 +44,7 @@ def _list_planned(planned: PlannedPartition) -> tuple[str, ...]:
 
 
 def format_plan(plan: CompactionPlan) -> str:
-    """Return the plan as a sentence."""
+    """Format a plan as sentences: planned, skipped and unreadable partitions."""
     if not plan.partitions:
         return "No partition is due for a compaction." + _format_skipped(plan) + _format_unreadable(plan)
     files = sum(planned.files for planned in plan.partitions)
@@ -68,7 +68,7 @@ RESULT_HEADERS = ("table", "partitions", "files before", "files after", "rows", 
 
 
 def list_result_rows(result: CompactionResult) -> list[tuple[str, ...]]:
-    """Return a row for each table, with what its commit contains."""
+    """Return a row with `RESULT_HEADERS` for each table: its committed files and rows, and notes."""
     return [
         (
             table.table,
@@ -93,7 +93,7 @@ def _format_notes(table: CompactedTable) -> str:
 
 
 def format_result(result: CompactionResult) -> str:
-    """Return what was committed as a sentence."""
+    """Format a result as sentences: committed files, failed tables, and the reason for an early stop."""
     committed = [table for table in result.tables if table.commit]
     removed = sum(one.removed_files for table in committed for one in table.partitions)
     added = sum(one.added_files for table in committed for one in table.partitions)
@@ -111,7 +111,7 @@ def format_result(result: CompactionResult) -> str:
 
 
 def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
-    """Return a plan as an object of JSON."""
+    """Return a plan as a dict for JSON. Reasons are codes."""
     return {
         "strategy": str(plan.options.strategy),
         "bytes": plan.bytes,
@@ -144,7 +144,7 @@ def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
 
 
 def result_to_json(result: CompactionResult) -> dict[str, Any]:
-    """Return a result as an object of JSON."""
+    """Return a result as a dict for JSON. Reasons are codes, errors are class names."""
     return {
         "stopped": result.stopped.code if result.stopped is not None else None,
         "seconds": round(result.seconds, 3),

@@ -1,11 +1,13 @@
-"""Publish the rewritten files of one table by one commit on `main`, beside other writers.
+"""Publish the rewritten files of one table by one commit on `main`, while other writers continue.
 
-If no commit changed the table since the compaction's branch was created, its state becomes current. Otherwise
-the rewritten files are replayed on the newer state, as one snapshot of the operation `replace`. A partition
-gives way, and is reported, if a commit changed its files, or if an open run could not be published any more.
+If no commit changed the table since the compaction's branch was created, the branch's state becomes current.
+Otherwise the rewritten files are replayed on the newer state, as one snapshot of the operation `replace`. A
+partition is skipped, and reported, if a commit on `main` changed its files, or if an open run could not be
+published after the compaction.
 
 The commit expects the hash of `main` for which it was planned, and is planned again if the table has changed
-meanwhile. Before each plan, the log of `main` is searched for the commit, in case a reply was lost.
+meanwhile. Before each plan, the log of `main` is searched for this compaction's commit, in case only the
+reply was lost.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ _MAX_REPLAYED_VERSION = 2
 
 @dataclass(frozen=True)
 class RewrittenTable:
-    """What a compaction's branch holds of one table, proved to be the same rows as `before`.
+    """The rewritten files of one table on a compaction's branch.
+
+    `RowProof.prove` compares their rows with those of `before`; call it before you publish.
 
     Attributes:
-        key: The table.
-        branch: The compaction's branch. Its name identifies the commit.
-        base_hash: The commit of `main` from which the branch was created.
-        before: The table at that commit.
-        after: The table on the branch.
+        key: The table's key.
+        branch: The name of the compaction's branch. It identifies the commit on `main`.
+        base_hash: The hash of `main` from which the branch was created.
+        before: The table's content at `base_hash`.
+        after: The table's content on the branch.
         partitions: The rewritten partitions.
     """
 
@@ -57,8 +61,9 @@ class RewrittenTable:
 class TablePublication:
     """The outcome for one table.
 
-    `commit` is None if every partition gave way. `given_way` has the reason for each partition that did.
-    `committed` is what the committed state contains, read from its manifests.
+    `commit` is the hash of the commit on `main`; None if every partition was skipped. `given_way` has the
+    reason for each skipped partition. `committed` are the partitions that the commit rewrote, read from its
+    manifests. `is_rebased` is true if the files were replayed on a newer state, or without some partitions.
     """
 
     commit: str | None
@@ -77,9 +82,11 @@ class TablePublisher:
     def publish(
         self, rewritten: RewrittenTable, *, fold_deletes_beside_runs: bool = False
     ) -> TablePublication:
-        """Publish the rewritten files, or as many partitions of them as possible.
+        """Publish the rewritten partitions, except those that must be skipped.
 
-        Raises CompactionContended, CompactionUnknown, and the errors of Nessie and of the storage.
+        `fold_deletes_beside_runs` also publishes partitions with deleted rows while runs are open. Makes at
+        most five attempts. Raises CompactionContended, CompactionUnknown, and the errors of Nessie and of the
+        storage.
         """
         unknown_outcome: NessieOutcomeUnknown | None = None
         for _ in range(_MAX_ATTEMPTS):
@@ -169,7 +176,7 @@ class TablePublisher:
     def _build_change(
         self, rewritten: RewrittenTable, partitions: Sequence[RewrittenPartition]
     ) -> TableChange:
-        """Return the rewriting of some partitions as one step."""
+        """Return the rewriting of `partitions` as a change with one step."""
         branch_change = self._tables.load_change(
             rewritten.key, rewritten.before, rewritten.after, files=False
         )
@@ -182,15 +189,16 @@ class TablePublisher:
         )
         return replace(branch_change, steps=(step,))
 
-    # -- who is given way to ---------------------------------------------------------------------------
+    # -- skipped partitions ----------------------------------------------------------------------------
 
     def _find_obstacles(
         self, rewritten: RewrittenTable, current: IcebergTable, fold_deletes_beside_runs: bool
     ) -> dict[str, CodedReason]:
-        """Return why partitions cannot be published, by partition.
+        """Return the reason for each partition that cannot be published.
 
-        The open runs are read last: a run that begins later finds the compaction on `main`, or is adapted
-        to it when it is published.
+        The open runs are read last: a run that begins later starts from `main` with the compaction, or is
+        rebased on it when it is published. A table that cannot be replayed (format version 3) is published
+        with all partitions or none.
         """
         key = rewritten.key
         given_way: dict[str, CodedReason] = {}
@@ -218,13 +226,13 @@ class TablePublisher:
         return given_way
 
     def _is_replayable(self, key: ContentKey, current: IcebergTable) -> bool:
-        """Whether single partitions can be published, and runs be adapted afterwards."""
+        """Return whether single partitions can be published, and runs rebased: up to format version 2."""
         return self._tables.open(key, current).table.metadata.format_version <= _MAX_REPLAYED_VERSION
 
     # -- what was committed ----------------------------------------------------------------------------
 
     def _find_own_commit(self, rewritten: RewrittenTable) -> str | None:
-        """Find the commit of this compaction on `main`. Nessie filters the commits."""
+        """Return the hash of this compaction's commit on `main`; None if `main` has no such commit."""
         marker = f"'{LakeProperty.MAINTENANCE}' in commit.properties"
         for entry in self._client.log(MAIN, since=rewritten.base_hash, filter=marker):
             if entry.commit.properties.get(LakeProperty.BRANCH) == rewritten.branch:
@@ -232,7 +240,7 @@ class TablePublisher:
         return None
 
     def _describe_commit(self, rewritten: RewrittenTable, commit: str) -> TablePublication:
-        """Describe the commit of an attempt whose reply was lost."""
+        """Return the outcome of an earlier attempt, whose reply was lost, from its commit on `main`."""
         key = rewritten.key
         entry = next(iter(self._client.log(f"@{commit}", limit=1)))
         before = self._client.contents(f"@{entry.commit.parent_hashes[0]}", [key])[key]
@@ -249,14 +257,17 @@ class TablePublisher:
     def _load_partitions(
         self, key: ContentKey, before: IcebergTable, after: IcebergTable
     ) -> tuple[RewrittenPartition, ...]:
-        """Read from the manifests what a commit rewrote."""
+        """Return the partitions that a commit rewrote, from the manifests before and after it."""
         return tuple(list_rewritten_partitions(key.name, self._tables.load_change(key, before, after)))
 
 
 def _find_irreversible(
     one: RewrittenPartition, open_runs: Sequence[OpenRun], *, is_replayable: bool, may_fold: bool
 ) -> CodedReason | None:
-    """Return why a run that begins to write later could not be published after the compaction."""
+    """Return why an open run that writes to the table later could not be published; None if it could.
+
+    Nothing may be committed to such a table or partition while any run is open.
+    """
     branches = ", ".join(sorted(run.branch for run in open_runs)[:3])
     if not is_replayable:
         sentence = f"the table's format version allows no rebase, and runs are open: {branches}"
