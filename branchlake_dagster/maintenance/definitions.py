@@ -37,7 +37,7 @@ def maintenance_definitions(
     lakehouse_key: str = "lakehouse",
     prefix: str = "",
 ) -> Definitions:
-    """Jobs, schedules and assets that maintain the tables of a lake, to be merged into a code location.
+    """Create jobs, schedules and assets that maintain the tables of a lake, to merge into a code location.
 
     - jobs `compact_tables`, `expire_snapshots` and `collect_files`, each with a schedule at night
     - for each namespace an asset that shows the health of its tables, with checks that warn, and the job
@@ -46,19 +46,19 @@ def maintenance_definitions(
     Args:
         namespaces (Sequence[str | Sequence[str]]): Namespaces whose health is shown: dotted names, or their
             elements.
-        options (Optional[MaintenanceOptions]): How tables are compacted, and how long snapshots stay. Without
-            an expiry policy, the settings decide how long, as for `branchlake maintain`.
-        limits (Optional[HealthLimits]): When a check of a namespace's health warns.
-        cron_schedules (Optional[Mapping]): When a part runs, instead of 01:00, 03:00 and 04:00. Keys are
-            `compaction`, `expiry` and `collection`.
+        options (Optional[MaintenanceOptions]): How tables are compacted, and how long snapshots are kept.
+            Without an expiry policy, the settings decide how long, as for `branchlake maintain`.
+        limits (Optional[HealthLimits]): Limits above which a check of a namespace's health warns.
+        cron_schedules (Optional[Mapping]): Cron schedules by part, instead of 01:00, 03:00 and 04:00. Keys
+            are `compaction`, `expiry` and `collection`.
         minutes (float): Minutes after which a scheduled compaction or collection begins no further work.
             The next run continues. An expiry has no limit. (default: 60)
         timezone (str): The time zone of the schedules. (default: UTC)
         start_schedules (bool): Whether the schedules run from the start. Otherwise they are turned on in the
             UI. (default: False)
-        settings (Optional[Settings]): The settings of the lake. (default: the environment's)
+        settings (Optional[Settings]): The settings of the lake. (default: from the environment)
         lakehouse_key (str): The resource key of the lake.
-        prefix (str): Comes before the names of jobs and schedules, for a second lake.
+        prefix (str): A text before the names of jobs and schedules, for a second lake.
 
     Returns:
         Definitions: They need the resource of the lake, which `branchlake_definitions` provides.

@@ -49,7 +49,7 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """When a check of a namespace's health warns.
+    """Limits above which a check of a namespace's health warns.
 
     Args:
         small_files (int): Files below 32 MiB in one partition. (default: 50)
@@ -83,11 +83,11 @@ def health_asset(
     lakehouse_key: str = "lakehouse",
     group_name: str = "maintenance",
 ) -> AssetsDefinition:
-    """The asset that shows the health of the tables in one namespace of `main`.
+    """Return the asset that shows the health of the tables in one namespace of `main`.
 
-    Its metadata are the sums over all tables, which Dagster plots over time, and a table with a row for each
-    table. Its checks warn; they never block. It writes no table. `lakehouse_key` is the resource key of the
-    lake.
+    The metadata of its materializations are sums over all tables, which Dagster plots over time, and a
+    Markdown table with a row for each table. Its checks warn; they never block. It writes no table.
+    `lakehouse_key` is the resource key of the lake.
     """
     key, limits = health_key(namespace), limits or HealthLimits()
     name = ".".join(namespace)
@@ -124,7 +124,7 @@ def health_asset(
 
 
 def _load_planned_bytes(context: AssetExecutionContext, lake: Lakehouse) -> dict[str, int] | None:
-    """Return the bytes that are planned for deletion, by table; None if the journal cannot be read."""
+    """Return the bytes that are planned for deletion, by table name; None if the journal cannot be read."""
     try:
         return FileCollector.of_lake(lake).journal.load_planned_bytes()
     except (BranchlakeError, OSError) as error:
@@ -162,7 +162,7 @@ def _health_metadata(
 
 
 def format_health(tables: Sequence[TableHealth]) -> str:
-    """Return a Markdown table with a row per table, those with the most small files first."""
+    """Return a Markdown table with a row per table, the tables with the most small files first."""
     lines = ["| " + " | ".join(_HEADERS) + " |", "|---" + "|---:" * (len(_HEADERS) - 1) + "|"]
     for table in sorted(tables, key=lambda table: (-table.small_files, table.table)):
         cells = [
@@ -189,7 +189,10 @@ def _format_mb(size: int) -> str:
 def evaluate_health(
     tables: Sequence[TableHealth], unreadable: Sequence[UnreadableHealth], limits: HealthLimits
 ) -> list[AssetCheckResult]:
-    """Evaluate the checks of a namespace. A failed check is a warning and names the tables."""
+    """Return the results of the five checks of a namespace.
+
+    A failed check has severity WARN and names tables.
+    """
     crowded = {
         table.table: f"{table.most_small_files:,} in {table.crowded_partition or 'the table'}"
         for table in tables

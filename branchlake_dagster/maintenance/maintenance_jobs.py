@@ -42,7 +42,7 @@ SCHEDULE_TIMES = {
     MaintenancePart.EXPIRY: "0 3 * * *",
     MaintenancePart.COLLECTION: "0 4 * * *",
 }
-"""When each part runs by default: at night, each after the one before."""
+"""The default cron schedule of each part: at night, in the order of the parts."""
 
 
 class MaintenanceConfig(Config):
@@ -77,11 +77,11 @@ def maintenance_job(
     lakehouse_key: str = "lakehouse",
     prefix: str = "",
 ) -> JobDefinition:
-    """The job of one part of the maintenance: `compact_tables`, `expire_snapshots` or `collect_files`.
+    """Return the job of one part of the maintenance: `compact_tables`, `expire_snapshots` or `collect_files`.
 
-    The launchpad asks for tables and limits. What was done is metadata of the job's output. A run in which a
-    table or a file fails does the rest, and then fails itself. `lakehouse_key` is the resource key of the
-    lake. `prefix` comes before the job's name.
+    The launchpad shows tables, limits and `dry_run` as the job's configuration. The result is metadata of the
+    job's output. If a table or a file fails, the run processes the others and then fails. `lakehouse_key` is
+    the resource key of the lake. `prefix` is added before the job's name.
     """
     name = f"{prefix}{JOB_NAMES[part]}"
     base_options = options or MaintenanceOptions()
@@ -153,9 +153,11 @@ def maintenance_schedule(
     timezone: str = "UTC",
     status: DefaultScheduleStatus = DefaultScheduleStatus.STOPPED,
 ) -> ScheduleDefinition:
-    """The schedule of a maintenance job. Compactions and collections begin no further work after `minutes`.
+    """Return the schedule of a maintenance job.
 
-    From the launchpad, compactions have no limit, and collections have `BRANCHLAKE_COLLECTION_BUDGET_S`.
+    Its compactions and collections begin no further work after `minutes`; an expiry has no limit. Runs from
+    the launchpad have the limit of the job's options instead: without one, compactions have no limit, and
+    collections have `BRANCHLAKE_COLLECTION_BUDGET_S`.
     """
     return ScheduleDefinition(
         name=f"{part_job.name}_schedule",

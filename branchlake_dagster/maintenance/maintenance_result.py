@@ -1,4 +1,4 @@
-"""The parts of the maintenance, and what a plan or a run of them contains."""
+"""The parts of the maintenance, and the plan and the result of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan
 
 
 class MaintenancePart(StrEnum):
-    """A part of the maintenance."""
+    """A part of the maintenance of a lake."""
 
     COMPACTION = "compaction"
     """Small files and delete files are rewritten, on Spark."""
@@ -29,7 +29,7 @@ ALL_PARTS = tuple(MaintenancePart)
 
 @dataclass(frozen=True)
 class MaintenancePlan:
-    """What a run of the maintenance would do now. A part is None if it was not asked for, or has an error."""
+    """The plan of a maintenance run. A part is None if it was not requested or failed; see `errors`."""
 
     compaction: CompactionPlan | None = None
     expiry: ExpiryPlan | None = None
@@ -39,10 +39,11 @@ class MaintenancePlan:
 
 @dataclass(frozen=True)
 class MaintenanceResult:
-    """What a run of the maintenance did. A part is None if it was not asked for, or has an error.
+    """The result of a maintenance run.
 
-    `manifests` has the tables whose manifests the expiry merged or failed to merge. `errors` are errors of
-    whole parts. Errors of single tables are in the parts' results.
+    A part is None if it was not requested, did not begin, or failed as a whole; `errors` has the error of a
+    failed part. Errors of single tables are in the parts' results. `manifests` are the tables whose manifests
+    the expiry merged or failed to merge.
     """
 
     compaction: CompactionResult | None = None
@@ -77,5 +78,5 @@ class MaintenanceResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a part, or one of its tables or files, failed."""
+        """Whether any part, or one of its tables or files, failed."""
         return any(self.failures.values())

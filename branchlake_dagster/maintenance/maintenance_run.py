@@ -1,7 +1,8 @@
 """Plan and run all maintenance of a lake: compaction, expiry of snapshots, collection of unreachable files.
 
-The parts run in this order: a compaction leaves files that only older snapshots need, an expiry removes these
-snapshots, and the collection deletes files that nothing needs. An error of one part does not stop the others.
+The parts run in this order: after a compaction, only older snapshots need the old files; the expiry removes
+these snapshots; the collection deletes files that nothing needs. An error of one part does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MaintenanceOptions:
-    """How tables are maintained.
+    """Options of the maintenance: of compaction and expiry, and a time limit.
 
     Args:
-        compaction (CompactionOptions): What is compacted, how, and within which budgets.
-        expiry (Optional[ExpiryPolicy]): How long snapshots stay. (default: `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`,
+        compaction (CompactionOptions): Which partitions are compacted, how, and within which budgets.
+        expiry (Optional[ExpiryPolicy]): How long snapshots are kept. (default:
+        `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`,
             `BRANCHLAKE_SNAPSHOT_KEEP_DAYS`, `BRANCHLAKE_UNDO_DAYS` and `BRANCHLAKE_POSITION_DAYS`)
         max_seconds (Optional[float]): Seconds after which a compaction, and then a collection, begins no
             further work. Finished compactions are published. An expiry has no limit. (default: no limit for a
@@ -60,10 +62,11 @@ class MaintenanceOptions:
     max_seconds: float | None = None
 
     def choose_policy(self, settings: Settings) -> ExpiryPolicy:
-        """Return the expiry policy: that of the options, or else that of the settings.
+        """Return the expiry policy of these options, or else the policy of the settings.
 
-        Raises ConfigurationError if `undo_age` exceeds the history horizon: an undo reads an earlier commit
-        of `main`. Other ages may be longer, because the newest metadata of a table has its snapshots.
+        Raises ConfigurationError if `undo_age` of these options exceeds the history horizon, because an undo
+        reads an earlier commit of `main`. Other ages may be longer: they need only the snapshots in the
+        newest metadata of a table.
         """
         if self.expiry is None:
             return ExpiryPolicy.from_settings(settings)
@@ -87,10 +90,10 @@ def plan_maintenance(
     options: MaintenanceOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> MaintenancePlan:
-    """Plan the parts, and change nothing. Needs no Spark.
+    """Plan the given parts of the maintenance. Nothing is changed, and Spark is not needed.
 
-    `tables` are dotted names; None means all tables of `main`. The collection is always about the whole lake.
-    Raises ConfigurationError.
+    `tables` are dotted names; None means all tables of `main`. The collection always plans for the whole
+    lake. An error of a part is in `MaintenancePlan.errors`, except ConfigurationError, which is raised.
     """
     options = options or MaintenanceOptions()
     policy = options.choose_policy(lake.settings)
@@ -116,12 +119,13 @@ def run_maintenance(
     progress: Callable[[str], None] = lambda _: None,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> MaintenanceResult:
-    """Run the parts, one after the other. May be interrupted at any point and called again.
+    """Run the given parts of the maintenance, one after the other.
 
-    `tables` are dotted names; None means all tables of `main`. The collection is always about the whole lake.
-    `adopt_journal` accepts the journal of a Nessie that was restored. `may_continue` is asked before each
-    rewrite of a compaction and before each part. What was done is added to the metrics in the state folder.
-    Raises ConfigurationError.
+    May be interrupted at any point and called again. `tables` are dotted names; None means all tables of
+    `main`. The collection always runs for the whole lake. `adopt_journal` accepts the journal of a Nessie
+    that was restored. `may_continue` is called before each rewrite of a compaction and before each part; if
+    it returns False, this work is skipped. The result is added to the metrics in the state folder. An error
+    of a part is in `MaintenanceResult.errors`, except ConfigurationError, which is raised.
     """
     options = options or MaintenanceOptions()
     policy = options.choose_policy(lake.settings)
@@ -144,7 +148,10 @@ def run_maintenance(
 
 
 class _Parts:
-    """Calls the wanted parts, and collects their errors. After an error, the rest of its part is left out."""
+    """Calls the work of requested parts, and collects errors.
+
+    After an error, its part is not called again.
+    """
 
     def __init__(
         self, parts: Collection[MaintenancePart], may_continue: Callable[[], bool] = lambda: True
@@ -203,7 +210,7 @@ def _run_expiry(
 
 
 def _merge_manifests(lake: Lakehouse, tables: Sequence[str] | None) -> tuple[RewrittenManifests, ...]:
-    """Merge manifests. Return the tables with a commit or an error."""
+    """Merge manifests. Return the outcomes of tables with a commit or an error, not of unchanged tables."""
     results = ManifestRewriter.of_lake(lake).run(tables)
     return tuple(table for table in results if table.commit is not None or table.error is not None)
 

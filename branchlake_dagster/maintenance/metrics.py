@@ -1,8 +1,8 @@
 """Counters of the maintenance for Prometheus: `branchlake maintain metrics`.
 
 The counters are in a JSON file in the state folder, and every run of the maintenance adds to them. They count
-what was done by commands and Dagster runs that use this state folder. If several machines maintain a lake,
-each has its own counters, and a query in Prometheus adds them up.
+the work of commands and Dagster runs that use this state folder. If several machines maintain a lake, each
+has its own counters, and a query in Prometheus adds them up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS_FILE = "maintenance-metrics.json"
 
 
 class TableCounter(StrEnum):
-    """A counter with the label `table`."""
+    """The counters with the label `table`, by their names in Prometheus."""
 
     FILES_COMPACTED = "files_compacted_total"
     SNAPSHOTS_EXPIRED = "snapshots_expired_total"
@@ -47,8 +47,9 @@ _LAST_SUCCESS = "branchlake_maintenance_last_success_timestamp_seconds"
 class MaintenanceMetrics:
     """Counts since the file was created.
 
-    `tables` maps a counter and a table to its count. `failures` counts runs of a part in which something
-    failed, and `last_success` has the time of its last run without failure, in seconds since 1970.
+    `tables` maps a pair of counter and table name to a count. `failures` maps a part to the number of its
+    runs in which the part, a table or a file failed. `last_success` maps a part to the time of its last run
+    without failure, in seconds since 1970.
     """
 
     tables: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -56,7 +57,7 @@ class MaintenanceMetrics:
     last_success: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: MaintenanceResult, now: datetime) -> None:
-        """Add what a run did."""
+        """Add the counts of a run that ended at `now`."""
         self.tables.update(_count_work(result))
         for part, has_failed in result.failures.items():
             if has_failed:
@@ -84,7 +85,7 @@ class MaintenanceMetrics:
         return cls(Counter(tables), Counter(failures), last_success)
 
     def format_text(self) -> str:
-        """Return the metrics in Prometheus' text format, each table and each part that ran on a line."""
+        """Return the metrics in Prometheus' text format, with one line per counter and table or part."""
         lines: list[str] = []
         for counter in TableCounter:
             lines += [f"# HELP {counter} {_HELP[counter]}", f"# TYPE {counter} counter"]
@@ -130,7 +131,7 @@ def _escape_label(value: str) -> str:
 
 
 def load_metrics(state_dir: Path) -> MaintenanceMetrics:
-    """Read the metrics. They begin at zero if the file does not exist or is damaged.
+    """Read the metrics from a state folder. They are empty if the file does not exist or is damaged.
 
     Prometheus treats a counter that falls to zero as restarted. Raises OSError.
     """
@@ -141,7 +142,9 @@ def load_metrics(state_dir: Path) -> MaintenanceMetrics:
 
 
 def record_result(state_dir: Path, result: MaintenanceResult, now: datetime) -> MaintenanceMetrics:
-    """Add a run to the metrics in a state folder. Processes of one machine may do so at the same time.
+    """Add a run to the metrics in a state folder, and return the new metrics.
+
+    Processes of one machine may call this at the same time.
 
     Raises OSError if the folder is not writable.
     """

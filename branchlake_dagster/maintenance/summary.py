@@ -1,4 +1,4 @@
-"""Plans and results of the maintenance as sections with a table each, and as JSON."""
+"""Plans and results of the maintenance as sections of text and rows, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a plan or result: a sentence, and a table that may be empty."""
+    """One part of a plan or result: sentences, and the headers and rows of a table, which may be empty."""
 
     part: MaintenancePart
     sentence: str
@@ -29,7 +29,7 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
 
     def to_markdown(self, max_rows: int = 100) -> str:
-        """Return the section as Markdown with at most `max_rows` rows."""
+        """Return the section as Markdown with at most `max_rows` rows and the number of the other rows."""
         lines = [self.sentence]
         if self.rows:
             lines += ["", _markdown_row(self.headers), "|---" * len(self.headers) + "|"]
@@ -44,7 +44,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def list_plan_sections(plan: MaintenancePlan) -> list[Section]:
-    """Return a section for each part that was planned or failed."""
+    """Return a section for each part that was planned or failed, the failed parts first."""
     sections = [_error_section(part, error) for part, error in plan.errors.items()]
     if plan.compaction is not None:
         sections.append(
@@ -76,7 +76,10 @@ def list_plan_sections(plan: MaintenancePlan) -> list[Section]:
 
 
 def list_result_sections(result: MaintenanceResult) -> list[Section]:
-    """Return a section for each part that ran or failed."""
+    """Return a section for each part that ran or failed, the failed parts first.
+
+    Merged manifests have a section of their own.
+    """
     sections = [_error_section(part, error) for part, error in result.errors.items()]
     if result.compaction is not None:
         sections.append(
@@ -159,7 +162,7 @@ def _format_unreadable(tables: Sequence[str]) -> str:
 
 
 def plan_to_json(plan: MaintenancePlan) -> dict[str, Any]:
-    """Return the object of `branchlake maintain plan --json`."""
+    """Return a plan as the dict that `branchlake maintain plan --json` prints."""
     return {
         "compaction": plan.compaction and compaction_summary.plan_to_json(plan.compaction),
         "expiry": plan.expiry and expiry_result.expiry_plan_to_json(plan.expiry),
@@ -169,7 +172,7 @@ def plan_to_json(plan: MaintenancePlan) -> dict[str, Any]:
 
 
 def result_to_json(result: MaintenanceResult) -> dict[str, Any]:
-    """Return the object of `branchlake maintain run --json`."""
+    """Return a result as the dict that `branchlake maintain run --json` prints."""
     return {
         "compaction": result.compaction and compaction_summary.result_to_json(result.compaction),
         "expiry": result.expiry and expiry_result.expiry_result_to_json(result.expiry),

@@ -29,12 +29,14 @@ _LIMITS = (timedelta(days=1), timedelta(days=7), timedelta(days=30))
 
 @dataclass(frozen=True)
 class TableHealth:
-    """The health of one table at one state of `main`. Sizes are in bytes.
+    """The health of one table at one state of `main`, or sums over several tables. Sizes are in bytes.
 
-    `most_small_files` is the highest number of small files in one partition; `crowded_partition` is that
-    partition as text, empty for a table without partitions. `bytes_by_age` has the bytes of data files by the
-    age groups in `AGES`. Files of expired snapshots count as older. `manifests` counts those of the current
-    snapshot. `unreachable_bytes` are files in the table's folders that the collection has planned to delete.
+    `table` is the table's name as a query writes it. Files and `manifests` are those of the current snapshot;
+    `snapshots` counts all snapshots. `most_small_files` is the highest number of small files in one
+    partition; `crowded_partition` is that partition as text, empty for a table without partitions or small
+    files. `bytes_by_age` has the bytes of data files by the age groups in `AGES`; files of expired snapshots
+    count as `older`. `unreachable_bytes` is the size of files in the table's folders that the collection has
+    planned to delete.
     """
 
     table: str
@@ -53,7 +55,7 @@ class TableHealth:
 
 @dataclass(frozen=True)
 class UnreadableHealth:
-    """A table whose metadata or manifests cannot be read, and why."""
+    """A table whose metadata or manifests cannot be read, with the text of the error."""
 
     table: str
     error: str
@@ -66,11 +68,11 @@ def measure_tables(
     now: datetime,
     unreachable_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[TableHealth | UnreadableHealth]:
-    """Measure the tables of `main` in a namespace, not of those below it; None means all tables.
+    """Measure the tables of `main` in a namespace, without its nested namespaces; None means all tables.
 
-    Reads `main` at one hash. A table that cannot be read does not stop the others. `now` must have a time
-    zone. `unreachable_bytes` maps dotted names of tables to bytes that are planned for deletion. Raises
-    NessieError.
+    Yields one result per table. Reads `main` at one hash. A table that cannot be read yields an
+    `UnreadableHealth`, and the others are measured. `now` must have a time zone. `unreachable_bytes` maps
+    dotted names of tables to bytes that are planned for deletion. Raises NessieError.
     """
     unreachable_bytes = unreachable_bytes or {}
     main_hash = lake.nessie.reference(MAIN).hash
@@ -148,7 +150,7 @@ def _find_age_group(age_ms: int) -> str:
 
 
 def sum_health(tables: Iterable[TableHealth]) -> TableHealth:
-    """Return the sums of several tables. `most_small_files` is the highest number of all of them."""
+    """Return the sums over several tables, with an empty name. `most_small_files` is the highest of all."""
     tables = list(tables)
     most_crowded = max(tables, key=lambda table: table.most_small_files, default=TableHealth(""))
     return TableHealth(
