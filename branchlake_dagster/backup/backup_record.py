@@ -1,4 +1,4 @@
-"""The record in a backup's folder: what the backup has, where it came from, and whether it was verified."""
+"""The record in a backup's folder: the folders in the backup, their sources, and the verification."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
 class BackupPart:
     """One folder of the lake in a backup.
 
-    `name` is the folder's name in the backup. `source` is the folder that was copied, and to which it is
-    restored. `vanished_files` is the number of files that were deleted between the listing and the copy.
-    `skipped_links` are symbolic links to folders or to missing targets, as paths relative to the folder.
-    Neither these files nor these links are in the backup.
+    `name` is the folder's name in the backup. `source` is the folder that was copied, and to which the copy
+    is restored. `files` and `bytes` count all its files; `linked_files` are those that are hard links to the
+    previous backup. `vanished_files` is the number of files that were deleted between the listing and the
+    copy. `skipped_links` are symbolic links to folders or to missing targets, as paths relative to the
+    folder. Neither these files nor these links are in the backup.
     """
 
     name: str
@@ -40,13 +41,12 @@ class BackupPart:
 
 @dataclass(frozen=True)
 class BackupRecord:
-    """The contents of a backup.
+    """The contents of a backup. Times are ISO 8601 texts.
 
-    `main_hash` is the hash of `main` at `taken_at`; None if the lake has never been started.
-
-    `suspended_s` is how long Nessie was suspended. `tables` and `rows` were read by the verification;
-    `verified_at` is None if there was none. `inside` names the tables that were read, and `outside` those
-    whose files are not in the saved folders.
+    `suspended_s` is how many seconds Nessie was suspended. The fields `main_hash` to `outside` are the result
+    of the verification; they are None, 0 or empty if the backup was not verified. `main_hash` is the hash of
+    `main` in the backup. `tables` and `rows` are the numbers of tables and rows that were read. `inside` are
+    the names of the tables that were read, and `outside` of tables with files outside the saved folders.
     """
 
     taken_at: str
@@ -64,7 +64,7 @@ class BackupRecord:
     def with_verification(
         self, *, main_hash: str, rows: int, inside: tuple[str, ...], outside: tuple[str, ...], now: datetime
     ) -> BackupRecord:
-        """Return the record of the same backup after its verification."""
+        """Return a copy of this record with the result of a verification that ended at `now`."""
         return replace(
             self,
             main_hash=main_hash,
@@ -76,7 +76,7 @@ class BackupRecord:
         )
 
     def save(self, folder: Path) -> None:
-        """Atomic: write the record into the backup's folder."""
+        """Atomic: write the record as `backup.json` into the backup's folder. Raises OSError."""
         scratch = folder / f"{RECORD_FILE}.{os.getpid()}.tmp"
         scratch.write_text(json.dumps(asdict(self), indent=2))
         scratch.replace(folder / RECORD_FILE)
@@ -84,14 +84,14 @@ class BackupRecord:
 
 @dataclass(frozen=True)
 class Backup:
-    """A complete backup."""
+    """A complete backup: its folder and its record."""
 
     folder: Path
     record: BackupRecord
 
 
 def load_record(folder: Path) -> BackupRecord:
-    """Load the record of the backup in `folder`. Raises BackupDamaged."""
+    """Load the record of the backup in `folder`. Raises BackupDamaged if it is missing or not readable."""
     try:
         fields = json.loads((folder / RECORD_FILE).read_text())
         if fields["format_version"] != _FORMAT_VERSION:
@@ -108,17 +108,17 @@ def load_record(folder: Path) -> BackupRecord:
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields with tuples instead of the lists of JSON."""
+    """Return the fields with tuples in place of lists, because JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def backup_name(moment: datetime) -> str:
-    """Return the name of the folder of a backup. Names sort by time."""
+    """Return the name of the folder of a backup, such as `2026-11-20T12-00-00Z`. Names sort by time."""
     return moment.astimezone(UTC).strftime(_TIME_FORMAT)
 
 
 def partial_name(name: str) -> str:
-    """Return the name of the folder while the backup is made."""
+    """Return the folder name of a backup that is not complete yet."""
     return f"{name}{_PARTIAL_SUFFIX}"
 
 
@@ -128,16 +128,19 @@ def verification_name(name: str) -> str:
 
 
 def list_backups(folder: Path) -> list[Path]:
-    """List the complete backups of all lakes in `folder`, the oldest first. Other names are ignored."""
+    """List the folders of the complete backups of all lakes in `folder`, oldest first.
+
+    Empty if `folder` does not exist. Entries that are not named like a backup are ignored.
+    """
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _is_backup_name(path.name) and path.is_dir())
 
 
 def list_lake_backups(folder: Path, state_dir: Path) -> list[Backup]:
-    """List the complete backups of one lake in `folder`, the oldest first.
+    """List the complete backups of the lake in `state_dir`, oldest first.
 
-    Several lakes may have backups in the same folder. A backup without a readable record belongs to no lake.
+    Several lakes may have backups in `folder`. Backups without a readable record are omitted.
     """
     backups = []
     for path in list_backups(folder):
@@ -147,7 +150,7 @@ def list_lake_backups(folder: Path, state_dir: Path) -> list[Backup]:
 
 
 def list_leftovers(folder: Path) -> list[Path]:
-    """List the folders that interrupted backups and verifications left."""
+    """List the folders in `folder` that interrupted backups and verifications have left behind."""
     return [path for path in folder.iterdir() if _is_leftover_name(path.name)]
 
 

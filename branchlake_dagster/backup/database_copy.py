@@ -1,9 +1,9 @@
-"""Copy Nessie's RocksDB store while Nessie runs, as it would be found after a power cut at one moment.
+"""Copy Nessie's RocksDB store while Nessie runs. The copy is like the store after a power cut.
 
 RocksDB writes each change to its log before it answers, and repairs itself from the log at its next start.
-So the files at one moment are a complete store. To get the files of one moment, the Nessie process is
+So all files at one moment are a complete store. To get the files of one moment, the Nessie process is
 suspended while its files are linked. The large table files are never changed, so a hard link is enough; the
-logs and the manifest are copied. This takes milliseconds, which Nessie's clients see as a slow answer.
+logs and the manifest are copied. This takes milliseconds, during which Nessie does not answer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.waiting import holds_within
 
 SUSPENSION_LIMIT_S = 10.0
-"""After this time Nessie continues, whatever became of the backup."""
+"""The longest suspension, in seconds.
+
+Then Nessie continues, even if the backup is not finished or was killed.
+"""
 _POLL_S = 0.0005
 _STOPPED_STATES = frozenset("TtZX")
-"""States of threads in Linux that cannot write: stopped, stopped by a debugger, or ended."""
+"""States of Linux threads in which they cannot write: stopped, stopped by a debugger, or ended."""
 _TABLE_FILE = ".sst"
 _UNUSED_FILES = ("LOCK", "LOG")
 
@@ -40,11 +43,12 @@ def copy_database(
     limit_s: float = SUSPENSION_LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
-    """Copy the store into the new folder `target`, and return how many seconds Nessie was suspended.
+    """Copy the store into the new folder `target`. Return how many seconds Nessie was suspended.
 
-    `server` is the running Nessie; None if it is stopped. `target` should be in the file system of `store`.
-    Elsewhere, table files are copied while Nessie is suspended. Raises OSError, and BackupFailed if Nessie
-    ends, if it cannot be suspended, or if the copy takes longer than `limit_s` seconds.
+    `server` is the process of the running Nessie; None if Nessie is stopped. `target` should be in the file
+    system of `store`, otherwise table files are copied, not linked, while Nessie is suspended. Raises
+    OSError, and BackupFailed if Nessie ends, if it cannot be suspended, or if the copy takes longer than
+    `limit_s` seconds.
     """
     target.mkdir(mode=0o700, parents=True)
     shutil.copymode(store, target)
@@ -68,9 +72,10 @@ def copy_database(
 
 @contextmanager
 def _suspended(server: ProcessRecord, limit_s: float) -> Iterator[None]:
-    """Suspend all threads of a process in the block.
+    """Suspend all threads of the server's process while the context is open.
 
-    The process continues after the limit even if this process is killed, and at once if it is interrupted.
+    The server continues when the context ends, also after an error. If this process is killed, the server
+    continues after `limit_s` seconds. Raises BackupFailed.
     """
     script = f"sleep {limit_s}; kill -CONT {server.pid}"
     guard = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
@@ -87,7 +92,10 @@ def _suspended(server: ProcessRecord, limit_s: float) -> Iterator[None]:
 
 
 def _stop_threads(server: ProcessRecord, limit_s: float) -> None:
-    """Stop a process and wait until all its threads are stopped. Raises BackupFailed."""
+    """Suspend a process, and wait until all its threads have stopped.
+
+    Raises BackupFailed if the process ends, or if a thread still runs after `limit_s` seconds.
+    """
     try:
         if not server.is_alive():
             raise ProcessLookupError
@@ -110,7 +118,7 @@ def _stop_threads(server: ProcessRecord, limit_s: float) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Check whether each thread of a process is stopped. Raises FileNotFoundError and NoSuchProcess.
+    """Return whether each thread of a process is suspended. Raises FileNotFoundError and NoSuchProcess.
 
     A thread stops when it leaves the kernel. Until then it may finish a write. Without /proc, only the state
     of the whole process is known.

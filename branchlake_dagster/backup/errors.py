@@ -13,11 +13,11 @@ class BackupFailed(BranchlakeError, Terminal):
 
 
 class BackupDamaged(BranchlakeError, Terminal):
-    """The backup is incomplete, or a table in it cannot be read."""
+    """The backup is incomplete, its record is not readable, or a table in the backup cannot be read."""
 
 
 class NotBackedUpHere(ConfigurationError):
-    """A copy of folders would not contain the lake, because parts of it are on other servers."""
+    """The lake cannot be copied as folders: parts of it are on other servers, or its folders are nested."""
 
 
 class RestoreRefused(ConfigurationError):

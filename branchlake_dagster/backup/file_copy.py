@@ -1,4 +1,4 @@
-"""Copy folders of a lake into a backup. Files that the previous backup has are linked to it."""
+"""Copy folders of a lake into a backup. Unchanged files become hard links to the previous backup's copies."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ _PROGRESS_FILES = 5_000
 
 @dataclass
 class CopyCount:
-    """How many files and bytes of a part of the lake are in a backup."""
+    """The numbers of files and bytes that were copied or linked from one folder of the lake."""
 
     files: int = 0
     bytes: int = 0
     linked_files: int = 0
-    """Those that the previous backup already had."""
+    """The number of files that are hard links to copies of the previous backup."""
     vanished_files: int = 0
-    """Those that were deleted between the listing and the copy, for instance by the clean-up."""
+    """The number of files that were deleted between the listing and the copy, such as by the clean-up."""
     skipped_links: list[str] = field(default_factory=list)
-    """Symbolic links to folders, and links to nothing, as paths in the part. They are not copied."""
+    """Symbolic links to folders or missing files, as paths relative to the source. They are not copied."""
 
 
 @dataclass(frozen=True)
 class _FolderEntries:
-    """A folder below the source. Paths are relative to the source, `mode` has the permissions."""
+    """The files and links in the source or in a folder below it. Paths are relative to the source.
+
+    `mode` has the folder's permissions.
+    """
 
     folder: Path
     mode: int
@@ -48,13 +51,13 @@ def copy_folder(
     has_databases: bool = False,
     report: Callable[[CopyCount], None] = lambda _: None,
 ) -> CopyCount:
-    """Copy all folders and files below `source` to the new folder `target`. Raises OSError.
+    """Copy all folders and files below `source` to the folder `target`. Return the counts. Raises OSError.
 
-    A file with the same size and modification time in `previous`, the same folder of an earlier backup, is
-    linked to that. With `has_databases`, SQLite databases are copied by SQLite, so the copies are
-    consistent. A database without changes in its write-ahead log may be linked. The copy of a symbolic link
-    to a file is a file with its content. Folders get the permissions of their sources when all files are
-    copied. `report` is called every 5,000 files.
+    `previous` is the same folder of an earlier backup, or None. If it has a copy with the same path, size and
+    modification time, the new file is a hard link to this copy. With `has_databases`, SQLite databases are
+    copied by SQLite, so the copies are consistent; a database with an empty or no write-ahead log may be
+    linked. A symbolic link to a file becomes a file with the same content. Folders get the permissions of
+    their sources after all files are copied. `report` is called every 5,000 files.
     """
     count = CopyCount()
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +89,7 @@ def copy_folder(
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder of copies. Folders in it may be read-only, as in the lake. Raises OSError."""
+    """Delete a folder and its contents, even if subfolders are read-only. Raises OSError."""
     try:
         shutil.rmtree(folder)
     except PermissionError:
@@ -96,7 +99,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
-    """List a folder and all folders below it, each before the folders in it. Links are not followed."""
+    """Yield a folder and all folders below it, each before its subfolders.
+
+    Links to folders are not followed.
+    """
     pending = [Path()]
     while pending:
         folder = pending.pop()
@@ -118,7 +124,7 @@ def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
 
 
 def _is_companion(path: Path) -> bool:
-    """Check whether SQLite keeps this file beside a database."""
+    """Return whether a file belongs to an SQLite database: its write-ahead log, shared memory or journal."""
     suffix = next((suffix for suffix in _SQLITE_COMPANIONS if path.name.endswith(suffix)), None)
     return suffix is not None and _is_database(path.with_name(path.name.removesuffix(suffix)))
 
@@ -132,10 +138,10 @@ def _is_database(path: Path) -> bool:
 
 
 def _copy_file(path: Path, copy: Path, earlier_copy: Path | None, is_database: bool) -> bool:
-    """Copy or link one file. Return whether it was linked.
+    """Copy one file, or link it to `earlier_copy`. Return whether it was linked.
 
-    The copy gets the modification time that the file had before it was read. So a file that is changed
-    meanwhile has another time than its copy, and the next backup copies it again.
+    The copy gets the modification time that the file had before it was read. So if the file is changed during
+    the copy, the times differ, and the next backup copies the file again.
     """
     if is_database:
         path = path.resolve()  # SQLite keeps the companions beside the file, not beside a link to it

@@ -1,4 +1,4 @@
-"""Back up an embedded lake while runs go on."""
+"""Back up an embedded lake while runs continue."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from branchlake_dagster.wording import format_count, format_names
 
 
 class LakeBackup:
-    """Makes backups of one lake in a folder. Files that did not change are linked to the previous backup.
+    """Makes backups of one lake. Unchanged files are hard links to the previous backup's copies.
 
-    Each backup can be restored without the others. `dagster_home` is Dagster's home, `now` returns the time.
+    Each backup can be restored without the others. `dagster_home` is Dagster's home folder. `say` is called
+    with progress messages. `now` returns the present time with a time zone.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class LakeBackup:
     def make(self, folder: Path, *, verify: bool = True, keep: int | None = None) -> Backup:
         """Make one backup in `folder`, verify it, and delete all but the newest `keep` backups of this lake.
 
-        Nessie is suspended for some milliseconds. Runs go on, and so do publications and ingestions. A failed
-        backup is deleted. A killed one leaves folders `….partial` and `….verification`, which the next backup
-        deletes. Older backups are deleted only after the new one was verified, and only if their tables are
-        still in the warehouse. Raises NotBackedUpHere, LakeNotRunning (there is no lake), BackupFailed,
-        BackupDamaged, and OSError for a full disk.
+        Nessie is suspended for some milliseconds. Runs, publications and ingestions continue. A failed backup
+        is deleted. A killed backup leaves folders `….partial` and `….verification`, which the next backup
+        deletes. Older backups are deleted only if the new backup was verified; without `verify`, `keep` has
+        no effect. An older backup is kept if a table in it has files outside the saved folders now. Raises
+        NotBackedUpHere, LakeNotRunning if there is no lake, BackupFailed, BackupDamaged, and OSError for a
+        full disk.
         """
         lake_folders = list_lake_folders(self._settings, self._dagster_home)
         if not has_lake(self._settings.state_dir):
@@ -121,7 +123,10 @@ class LakeBackup:
         *,
         verify: bool,
     ) -> BackupRecord:
-        """Copy, verify and record the lake in a new folder, and wait until the disk holds it."""
+        """Copy the lake to a new folder, verify the copy, and save and return its record.
+
+        Returns when all files are on the disk.
+        """
         parts, suspended_s = self._copy_folders(lake_folders, new_folder, previous)
         record = BackupRecord(taken_at.isoformat(), str(self._settings.state_dir), tuple(parts), suspended_s)
         if verify:
@@ -138,9 +143,9 @@ class LakeBackup:
         return record
 
     def _delete_older(self, old_backups: Sequence[Backup], record: BackupRecord) -> None:
-        """Delete old backups, except those that have a table which is now outside the saved folders.
+        """Delete old backups, except those with a table that is outside the saved folders now.
 
-        Such a backup may have the only saved copy of the table.
+        Such a backup may contain the only saved copy of the table. `record` is that of the new backup.
         """
         for old_backup in old_backups:
             lost_tables = sorted(set(record.outside) & set(old_backup.record.inside))
@@ -201,7 +206,10 @@ class LakeBackup:
         self._say(f"{name}: {count.files:,} files …")
 
     def _copy_store(self, store: Path, target: Path) -> tuple[float, CopyCount]:
-        """Copy Nessie's store by way of links in the state folder, which is in the same file system."""
+        """Copy Nessie's store. Return the seconds of the suspension, and the counts.
+
+        The files are first linked in the state folder, which is in the same file system.
+        """
         staging_root = make_private_folder(self._settings.state_dir / "tmp")
         with tempfile.TemporaryDirectory(prefix="backup-", dir=staging_root) as scratch:
             staging = Path(scratch) / "nessie"
@@ -210,7 +218,10 @@ class LakeBackup:
             return suspended_s, copy_folder(staging, target)
 
     def _find_nessie(self) -> ProcessRecord | None:
-        """Return the running Nessie, even one that does not answer: its process has the store open."""
+        """Return the process of the running Nessie, even if it does not answer; None if Nessie is stopped.
+
+        A Nessie that does not answer still has the store open.
+        """
         return self._servers.find_process(NESSIE)
 
     def _require_outside(self, folder: Path, lake_folders: tuple[LakeFolder, ...]) -> None:
@@ -226,7 +237,7 @@ class LakeBackup:
 
 
 def _synchronize(folder: Path) -> None:
-    """Wait until the disk holds all files below `folder`."""
+    """Wait until all files below `folder` are written to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -239,9 +250,10 @@ def _synchronize(folder: Path) -> None:
 
 
 def load_backup(folder: Path, state_dir: Path) -> Backup:
-    """Load a backup, or the newest backup of the lake in `state_dir` from a folder of backups.
+    """Load the backup in `folder`. If `folder` contains backups, load the newest of the lake in `state_dir`.
 
-    Raises BackupDamaged, and RestoreRefused if all backups in the folder are of other lakes.
+    Raises BackupDamaged if the backup is incomplete, and RestoreRefused if all backups in the folder are of
+    other lakes.
     """
     candidates = list_backups(folder)
     backup = _find_newest(candidates, state_dir) if candidates else Backup(folder, load_record(folder))
@@ -257,9 +269,11 @@ def load_backup(folder: Path, state_dir: Path) -> Backup:
 
 
 def _find_newest(candidates: Sequence[Path], state_dir: Path) -> Backup:
-    """Find the newest backup of a lake. A newer one that cannot be read is an error: it may be of this lake.
+    """Return the newest backup of the lake in `state_dir`.
 
-    `candidates` are backups, the oldest first, at least one.
+    `candidates` are the folders of backups, oldest first, at least one. Raises BackupDamaged if a newer
+    backup cannot be read, because it may be of this lake, and RestoreRefused if all backups are of other
+    lakes.
     """
     other_lakes = []
     for path in reversed(candidates):

@@ -1,4 +1,4 @@
-"""The folders of an embedded lake that a backup has."""
+"""The folders of an embedded lake that a backup contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ DAGSTER_PART = "dagster"
 
 @dataclass(frozen=True)
 class LakeFolder:
-    """One folder of the lake. `name` is its folder in a backup."""
+    """One folder of the lake. `name` is the folder's name in a backup.
+
+    `has_databases` is true if the folder may contain SQLite databases.
+    """
 
     name: str
     path: Path
@@ -28,10 +31,13 @@ class LakeFolder:
 def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolder, ...]:
     """List the folders of the lake in the order in which they are copied.
 
-    Dagster comes first and the warehouse last. Events of a run that is published during the backup are then
-    missing in Dagster, as after a crash of the publisher, and the publication sensor adds them. All files
-    that Nessie refers to were written before it refers to them. Raises NotBackedUpHere, also if one folder
-    contains another: it would be saved twice, and could not be restored.
+    Dagster's home is the first and the warehouse the last. If a run is published during the backup, its
+    events may be missing in Dagster's copy, as after a crash of the publisher; the publication sensor adds
+    them after a restore. The warehouse's copy has all files to which Nessie's copy refers, because a file is
+    written before Nessie refers to it.
+
+    Raises NotBackedUpHere if Nessie is not embedded, if the warehouse is not a local folder, or if one folder
+    contains another: the inner folder would be saved twice, and could not be restored.
     """
     if not settings.embedded_nessie:
         raise NotBackedUpHere(
@@ -72,7 +78,10 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
 
 
 def find_nested_folders(lake_folders: Sequence[LakeFolder]) -> tuple[LakeFolder, LakeFolder] | None:
-    """Find a folder that is inside another one, or the same. Links are followed. None if all are apart."""
+    """Find a folder that is inside another folder or identical with it. Links are followed.
+
+    Returns the inner and the outer folder; None if no folder contains another.
+    """
     for inner, outer in permutations(lake_folders, 2):
         if inner.path.resolve().is_relative_to(outer.path.resolve()):
             return inner, outer

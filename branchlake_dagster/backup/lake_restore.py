@@ -23,7 +23,11 @@ _STAGING_SUFFIX = ".restoring"
 
 @dataclass(frozen=True)
 class RestoredLake:
-    """What a restore did. `moved` are the former folders, which the user may delete."""
+    """The result of a restore.
+
+    `main_hash` is the hash of `main` in the backup; None if the backup was not verified. `moved` are the
+    former folders under their new names; the user may delete them.
+    """
 
     state_dir: Path
     main_hash: str | None
@@ -41,10 +45,11 @@ def restore_lake(
 ) -> RestoredLake:
     """Copy a backup to the folders of the lake. The servers and Dagster must be stopped.
 
-    Iceberg's metadata has absolute paths, so a lake is restored to the folders that it had. A folder that is
-    a link is restored where the link leads. `replace` renames existing folders, to names with
-    `.before-restore-`. All files are copied before the first folder is moved, and if a folder cannot be
-    moved, the others are moved back. Raises NotBackedUpHere, RestoreRefused and OSError.
+    Iceberg's metadata contains absolute paths, so a lake is restored to the folders from which it was copied.
+    If such a folder is a link, its target is restored. With `replace`, existing folders are renamed to names
+    with `.before-restore-`. All files are copied before the first folder is renamed, and if a folder cannot
+    be renamed, the other renames are reversed. `say` is called with progress messages. Raises
+    NotBackedUpHere, RestoreRefused and OSError.
     """
     targets = _find_targets(backup, settings, dagster_home)
     for target in targets:
@@ -77,7 +82,10 @@ def restore_lake(
 
 
 def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> list[LakeFolder]:
-    """Return the folders to which the parts of a backup are restored. Raises RestoreRefused."""
+    """Return the folders to which the parts of a backup are restored, in the order of the parts.
+
+    Raises RestoreRefused if this lake would use other folders, or if one folder contains another.
+    """
     lake_folders = {folder.name: folder for folder in list_lake_folders(settings, dagster_home)}
     targets = [
         lake_folders.get(part.name) or LakeFolder(part.name, Path(part.source))
@@ -105,7 +113,7 @@ def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> lis
 
 
 def _require_movable(target: LakeFolder) -> None:
-    """Raise RestoreRefused if a folder cannot be renamed, or no folder can be created beside it."""
+    """Raise RestoreRefused if a folder is a mount point, or if its parent folder is not writable."""
     path = target.path.resolve()
     if os.path.ismount(path):
         raise RestoreRefused(
@@ -127,8 +135,8 @@ def _require_movable(target: LakeFolder) -> None:
 def _replace_folders(paths: Sequence[Path], suffix: str) -> tuple[Path, ...]:
     """Rename each folder to a name with `suffix`, and its staging folder to its own name.
 
-    Atomic unless the process is killed: after an error, all renames are reversed. Returns the former folders
-    under their new names.
+    Atomic unless the process is killed: after an error, all renames are reversed. Returns the new paths of
+    the former folders.
     """
     moved_paths = [(path, path.with_name(path.name + suffix)) for path in paths if path.exists()]
     renames = [*moved_paths, *((_staging_path(path), path) for path in paths)]

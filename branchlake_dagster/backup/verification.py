@@ -1,6 +1,6 @@
 """Verify a backup: start Nessie on a copy of the saved store, and read every table of `main`.
 
-The tables' metadata has the paths of the original files. They are read in the backup's folders instead.
+The tables' metadata contains the paths of the original files. The copies in the backup are read instead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class VerifiedTables:
-    """What the verification read: `main` in the backup, and the rows of its tables without delete files.
+    """The result of a verification.
 
-    `inside` names the tables that were read, and `outside` those with files outside the saved folders. Their
-    rows are not in the backup.
+    `main_hash` is the hash of `main` in the backup. `rows` is the number of rows in all data files that were
+    read; delete files are not applied. `inside` are the names of the tables that were read. `outside` are the
+    tables with files outside the saved folders: the backup does not contain these tables completely.
     """
 
     main_hash: str
@@ -49,18 +50,24 @@ class VerifiedTables:
 
 
 class _MovedFileIO(PyArrowFileIO):
-    """Opens files of the original folders in the backup."""
+    """A FileIO that opens the copy in the backup for the location of an original file.
+
+    `folders` maps the original folders to their copies.
+    """
 
     def __init__(self, folders: Mapping[Path, Path], properties: Properties = EMPTY_DICT) -> None:
         super().__init__(properties)
         self._folders = folders
 
     def new_input(self, location: str) -> PyArrowFile:
-        """Return a file to read. Raises _FileOutside."""
+        """Return the copy of a file, to read it.
+
+        Raises _FileOutside if no saved folder contains the location.
+        """
         return super().new_input(str(self.find_copy(location)))
 
     def find_copy(self, location: str) -> Path:
-        """Return the path in the backup. Raises _FileOutside if no saved folder contains the location."""
+        """Return the path of a file's copy. Raises _FileOutside if no saved folder contains the location."""
         if is_local(location):
             path = local_path(location)
             for source, copy in self._folders.items():
@@ -76,11 +83,12 @@ class _FileOutside(BackupDamaged):
 def verify_backup(
     folder: Path, record: BackupRecord, settings: Settings, *, say: Callable[[str], None] = lambda _: None
 ) -> VerifiedTables:
-    """Read the tables of `main` in a backup: Parquet files completely, other files by size.
+    """Read all tables of `main` in a backup: Parquet files completely, other files only by their size.
 
-    `settings` are those of the lake, whose downloaded jars are used. The store is copied beside the backup,
-    one Nessie is started there, and each current data file is read. The backup is not changed. Raises
-    BackupDamaged with the table, or if no table has files in the backup, and ServerDidNotStart.
+    `settings` are those of the lake, whose downloaded jars are used. Nessie's store is copied next to the
+    backup, a Nessie server is started on the copy, and the data and delete files of each table's current
+    snapshot are read. The backup is not changed. Raises BackupDamaged if a table cannot be read or if the
+    backup has files of none of the tables, and ServerDidNotStart.
     """
     folders = {Path(part.source): folder / part.name for part in record.parts}
     with _open_scratch_folder(folder, record, settings) as root:
@@ -98,7 +106,10 @@ def verify_backup(
 
 @contextmanager
 def _open_scratch_folder(folder: Path, record: BackupRecord, settings: Settings) -> Iterator[Path]:
-    """Make a state folder with a copy of the saved store, beside the backup, where space for it is likely."""
+    """Create a temporary state folder with a copy of Nessie's saved store, and yield its path.
+
+    It is next to the backup, because that disk probably has enough space. It is deleted at the end.
+    """
     root = folder.with_name(verification_name(backup_name(datetime.fromisoformat(record.taken_at))))
     lake_scratch = make_private_folder(settings.state_dir / "tmp")
     with tempfile.TemporaryDirectory(prefix="verification-", dir=lake_scratch) as java_folder:
