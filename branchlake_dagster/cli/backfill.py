@@ -63,7 +63,7 @@ class LocationContext:
     lake: LakehouseResource
     instance: DagsterInstance
     sensors: Mapping[AssetKey, DeclaredSensor] = field(default_factory=dict)
-    """The incremental sensor of each asset that has one."""
+    """The incremental sensor by the key of the asset that it launches. Other assets are missing."""
 
 
 @contextmanager
@@ -84,7 +84,10 @@ def open_location(module: str | None) -> Iterator[LocationContext]:
 
 @dataclass(frozen=True)
 class BackfillRequest:
-    """The partitions of an asset to compute, and the reason. `partitions` is None for the whole asset."""
+    """A request to compute partitions of the asset `key`. `partitions` is None for the whole asset.
+
+    `why` is the reason, which is recorded with the backfill.
+    """
 
     key: AssetKey
     partitions: tuple[str, ...] | None
@@ -94,9 +97,10 @@ class BackfillRequest:
 def build_request(
     context: LocationContext, asset: str, partitions: Sequence[str], *, everything: bool
 ) -> BackfillRequest | None:
-    """Turn the arguments of a command into a request. Return None if no partition is stale.
+    """Return the request for the given partitions, or for the whole asset with `everything`.
 
-    Without `partitions` and `everything`, the request is for the partitions of an older code version.
+    Without `partitions` and `everything`, the request is for the partitions that an older code version of
+    the asset computed; the result is None if there are no such partitions.
 
     Raises ConfigurationError if the code location has no such asset.
     """
@@ -120,7 +124,7 @@ def build_request(
 
 
 def plan_request(context: LocationContext, request: BackfillRequest) -> list[Stage]:
-    """Plan the stages of a backfill without launching anything. The first stage is the requested asset."""
+    """Return the planned stages of a backfill; launch nothing. The first stage is the requested asset."""
     return plan_stages(
         context.graph,
         context.lake.lakehouse,
@@ -154,7 +158,7 @@ def launch_request(
 
 
 def report_stage_progress(context: LocationContext, backfill_id: str) -> list[StageProgress]:
-    """Load the progress of each stage of a backfill. Raises ConfigurationError for an unknown id."""
+    """Return the progress of each stage of a backfill. Raises ConfigurationError for an unknown id."""
     retries = {key: sensor.policy.retries for key, sensor in context.sensors.items()}
     now = datetime.now(UTC)
     return load_stage_progress(
@@ -201,9 +205,10 @@ def compare_backfill(
 def compare_held_stages(
     context: LocationContext, backfill_id: str, stage_progress: Sequence[StageProgress]
 ) -> list[StageComparison]:
-    """Compare rows on `main` now with those before the backfill.
+    """Compare the rows of stages whose results wait for approval with the rows before the backfill.
 
-    Compares the stages whose results are the inputs of stages that wait for approval.
+    These are the stages whose assets are inputs of held stages. The result is empty if no stage is held.
+    Raises the errors of `compare_backfill`.
     """
     parents = {
         key
@@ -437,7 +442,7 @@ def show_comparisons(comparisons: Sequence[StageComparison], console: Console | 
 
 
 def format_total(stage: StageComparison) -> str:
-    """Format the total of a stage in one line."""
+    """Format the comparison of a whole stage in one line: rows before and now, changed rows and sums."""
     total = stage.total
     rows = f"rows {total.before.rows:,} → {total.after.rows:,}"
     sums = format_sums(total)
@@ -452,7 +457,7 @@ def format_share(stage: StageComparison, comparison: Comparison) -> str:
 
 
 def format_sums(comparison: Comparison) -> str:
-    """Format the sums that changed, by column. `unchanged` if none changed, empty if there are no sums."""
+    """Format the changed sums by column. Returns `unchanged` if no sum changed, and "" without sums."""
     changed_sums = [
         f"{name} {_format_number(before)} → {_format_number(after)}"
         for name, (before, after) in comparison.sums.items()
@@ -504,14 +509,17 @@ def _to_json_number(value: Number | None) -> int | float | str | None:
 
 
 def approve_assets(settings: Settings, backfill_id: str, assets: Sequence[str]) -> Approval:
-    """Approve the results of a backfill on `main`. Raises ConfigurationError for an unknown id."""
+    """Approve the published results of a backfill for these assets; no assets means all.
+
+    Raises ConfigurationError for an unknown id.
+    """
     dagster_home(settings)
     with DagsterInstance.get() as instance:
         return approve_results(instance, backfill_id, [AssetKey.from_user_string(asset) for asset in assets])
 
 
 def approval_to_dict(approval: Approval) -> dict[str, Any]:
-    """Convert an approval to a JSON object with the ids of the runs."""
+    """Convert an approval to a JSON object with the ids of approved runs and of unpublished runs."""
     return {
         "approved": [run.run_id for run in approval.approved_runs],
         "unpublished": [run.run_id for run in approval.unpublished_runs],

@@ -1,4 +1,4 @@
-"""The settings of a command, which come from the environment or from a code location.
+"""Load the settings of a command from the environment or from a code location.
 
 This module imports Dagster only if a code location is named, so that other commands start faster.
 """
@@ -44,7 +44,7 @@ class CommandSettings:
 
     @property
     def description(self) -> str:
-        """The source in words, with the code locations that could not be loaded."""
+        """The source of the settings and the errors of code locations, for a message."""
         return f"{self.source}; {self.trouble}" if self.trouble else self.source
 
     def require_named_lake(self) -> Settings:

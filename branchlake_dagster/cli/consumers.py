@@ -134,9 +134,9 @@ _WIDE_TABLE = 240
 
 @dataclass(frozen=True)
 class ConsumerPartitions:
-    """A consumer with its partitions that have unconsumed changes.
+    """The partitions of one consumer that have unconsumed changes.
 
-    `sensor` is None if no incremental sensor launches the consumer.
+    `asset` is the consumer's key. `sensor` is None if no incremental sensor launches the consumer.
     """
 
     asset: AssetKey
@@ -145,14 +145,15 @@ class ConsumerPartitions:
 
     @property
     def policy(self) -> LaunchPolicy:
-        """The launch policy of the sensor, or the default policy without a sensor."""
+        """The launch policy of the sensor; the default policy if `sensor` is None."""
         return self.sensor.policy if self.sensor is not None else LaunchPolicy()
 
 
 def gather_partitions(context: LocationContext, asset: str | None, now: datetime) -> list[ConsumerPartitions]:
-    """Collect the partitions with unconsumed changes of all consumers of a code location, or of one asset.
+    """Return the partitions with unconsumed changes of each consumer of a code location.
 
-    Reads manifests and no data file.
+    `asset` is the key of one consumer, such as `shop/prices`; None means all consumers. `now` is the present
+    time. Reads manifests and no data file.
 
     Raises ConfigurationError if the asset consumes no changes.
     """
@@ -191,7 +192,10 @@ def gather_partitions(context: LocationContext, asset: str | None, now: datetime
 
 
 def explain_missing_ticks(sensor: DeclaredSensor | None, ticks: SensorTicks | None) -> LaunchState | None:
-    """Return why no sensor ticks for an asset, or None if Dagster has recorded ticks of its sensor."""
+    """Return the reason why no sensor launches an asset; None if its sensor is on and has ticked.
+
+    `ticks` is None if `sensor` is None, or if Dagster does not know the sensor yet.
+    """
     if sensor is None:
         return LaunchState.NO_SENSOR
     is_started = ticks.started if ticks is not None else None

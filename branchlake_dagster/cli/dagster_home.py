@@ -68,7 +68,7 @@ def dagster_home(settings: Settings) -> Path:
 
 
 def dagster_home_path(settings: Settings) -> Path:
-    """Return the path of Dagster's home, which need not exist."""
+    """Return the absolute path of Dagster's home. The folder need not exist, and is not created."""
     return Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
 
 
@@ -89,7 +89,7 @@ def prepare_home(home: Path) -> None:
 
 
 def _create_databases(home: Path) -> None:
-    """Create all databases now, because several processes that first use one at the same time corrupt it."""
+    """Create all databases, because several processes that create a database at the same time corrupt it."""
     from dagster import AssetKey, DagsterInstance
 
     with DagsterInstance.from_config(str(home)) as instance:

@@ -80,8 +80,9 @@ _EXPECTED_ERRORS = (
 class Finding:
     """The result of one check.
 
-    `place` is the subject, `looked_at` the check and `result` what it found. The state `off` means that
-    something does not run or does not exist yet, which is not an error.
+    `place` is the subject, such as `Nessie`, `looked_at` the check, and `result` its result in words.
+    `remedy` is the advice for a finding that is not `right`, or None. The state `off` means that something
+    does not run or does not exist yet, which is not an error.
     """
 
     place: str
@@ -104,19 +105,20 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no finding has the state `wrong`."""
         return all(finding.state != "wrong" for finding in self.findings)
 
     def add_finding(
         self, subject: str, check: str, state: FindingState, result: str, remedy: str | None = None
     ) -> None:
-        """Add a finding."""
+        """Add a finding. Secrets in `result` are replaced, and only its first line is kept."""
         self.findings.append(Finding(subject, check, state, self._redact_message(result), remedy))
 
     def run_check(self, subject: str, check: str, action: Callable[[], str], *, remedy: str) -> bool:
-        """Add the result of `action` as a finding, or its error as a wrong one. Return whether it is right.
+        """Run `action` and add a finding: its result as `right`, or an expected error as `wrong`.
 
-        The remedy of a wrong finding is the hint of the error, followed by `remedy`.
+        Return whether the finding is `right`. The remedy of a wrong finding is the hint of the error,
+        followed by `remedy`. An error that is not in `_EXPECTED_ERRORS` is raised.
         """
         try:
             result = action()
@@ -196,7 +198,9 @@ def _format_storage(home: Path) -> str:
 
 
 def _check_newest_publication(home: Path, settings: Settings) -> str:
-    """Describe the newest publication in Dagster's storage. Raises PublicationLost if `main` lacks it.
+    """Return a description of the newest publication in Dagster's storage.
+
+    Raises PublicationLost if `main` does not contain this publication.
 
     Costs one query to Dagster's run storage, and reads the log of `main` since that run started.
     """
@@ -341,7 +345,7 @@ _EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions
 
 
 class ScratchNames(Protocol):
-    """The names for a temporary table."""
+    """The names for a temporary table that Spark writes."""
 
     @property
     def branch(self) -> str:
@@ -355,7 +359,7 @@ class ScratchNames(Protocol):
 
     @property
     def folder(self) -> str:
-        """The address of a folder in the warehouse."""
+        """The location of a folder in the warehouse, with its scheme."""
         ...
 
 
@@ -452,7 +456,7 @@ def _require_avro_limits(session: SparkSession) -> str:
 
 
 def _write_and_read_row(session: SparkSession, scratch: ScratchNames) -> str:
-    """Let an executor write and read one row through the Spark catalog `nessie`."""
+    """Write and read one row on Spark, through the catalog `nessie`. Return a description of the result."""
     table = f"nessie.`{scratch.namespace}`.t"
 
     def write_row() -> int:
@@ -490,7 +494,7 @@ class Scratch:
 
     @classmethod
     def from_warehouse(cls, warehouse: str) -> Scratch:
-        """Create unique names. The branch is not a run branch, so the clean-up ignores it."""
+        """Create unique names. The branch `doctor-…` is not a run branch, so the reaper ignores it."""
         name = uuid.uuid4().hex[:12]
         folder = f"{warehouse.rstrip('/')}/_branchlake/doctor/{name}"
         return cls(f"doctor-{name}", f"doctor_{name}", folder)

@@ -31,7 +31,10 @@ _LONGEST_ERROR = 200
 
 @dataclass(frozen=True)
 class LoadedLocation:
-    """A code location that this process has imported. `origin` is `-m` or the file that names it."""
+    """A code location that this process has imported.
+
+    `origin` is `-m`, or the file that names the location.
+    """
 
     name: str
     origin: str
@@ -53,7 +56,11 @@ class LocationLake:
 
 
 def load_module_settings(module: str) -> CommandSettings:
-    """Load the settings of a module's code location. Raises ConfigurationError if it cannot be loaded."""
+    """Load the settings of the lake in a module's code location.
+
+    Raises ConfigurationError if the module cannot be loaded, or if it has several lakes and the environment
+    names none of them.
+    """
     _read_env_file()
     try:
         with _silence_output():
@@ -134,7 +141,7 @@ def _read_env_file() -> None:
 
 
 def find_lakes(location: LoadedLocation) -> list[LocationLake]:
-    """Find the lakes among the resources of a code location, sorted by resource key."""
+    """Return the lakes among the resources of a code location, sorted by resource key."""
     resources = {
         key: definition
         for key, definition in sorted(location.repository.get_top_level_resources().items())
@@ -162,8 +169,8 @@ def _select_settings(
 def _select_lake(lakes: Sequence[LocationLake]) -> list[LocationLake]:
     """Select the lake of a command: the only lake, or the lake that the environment names.
 
-    Returns several entries if several code locations have the same lake. Raises ConfigurationError if there
-    are several lakes and the environment names none of them.
+    The result has one element for each code location with this lake. Raises ConfigurationError if there are
+    several lakes and the environment names none of them.
     """
     selected_lakes = list(lakes)
     if not _have_same_settings(selected_lakes):
@@ -195,7 +202,7 @@ def _format_module_choice(names: Sequence[str]) -> str:
 
 
 def require_location(module: str | None) -> tuple[LoadedLocation, CommandSettings]:
-    """Load the only code location of a command, with its settings. Prints the source of the settings.
+    """Return the only code location of a command, and its settings. Prints the source of the settings.
 
     Raises:
         click.UsageError: `module` is None, and the working folder names no code location or several.

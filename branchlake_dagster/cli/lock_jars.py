@@ -68,7 +68,7 @@ def download_server_jars(ivy_settings: Path | None, say: Callable[[str], None]) 
 
 
 def _accept_all_jars(_: Iterable[Path]) -> None:
-    """Accept every jar: this command compares the jars itself."""
+    """Accept every jar, because `compute_digests` compares the jars afterwards."""
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ _EXTRAS = "embedded,query,ui"
 
 
 def create_project(target: Path, *, requirement: str | None = None) -> list[Path]:
-    """Create a project in the folder `target` and return the paths of its files.
+    """Create a project in the folder `target`. Return the paths of the files from the template.
 
     Also creates Dagster's home, `.branchlake/dagster` in the project, with the `dagster.yaml` of
     `branchlake up`. So `dg dev` works without `branchlake up`.
@@ -87,7 +87,7 @@ def create_project(target: Path, *, requirement: str | None = None) -> list[Path
 
 
 def format_own_requirement() -> str:
-    """Format a dependency on this package as it is installed here."""
+    """Format a dependency on this package as it is installed here, for `pyproject.toml`."""
     package = distribution(DISTRIBUTION)
     return format_requirement(package.read_text("direct_url.json"), package.version)
 
@@ -107,7 +107,10 @@ def format_requirement(direct_url: str | None, version: str) -> str:
 
 
 class _Commands(CommandGroup):
-    """Turns errors of branchlake into a message and exit code 1."""
+    """Turns expected errors into a message and exit code 1, and Ctrl-C into exit code 130.
+
+    Expected errors are those of branchlake, invalid settings, and a full disk.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -25,9 +25,10 @@ _WIDE = 10_000
 
 
 def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None:
-    """Write at most `max_rows` rows (0: all) as a table, to `output` or else to standard output.
+    """Write at most `max_rows` rows (0: all) as a table to the file `output`; None is standard output.
 
-    A line on standard error reports the number of rows, whether there are more, and the state that was read.
+    A line on standard error reports the number of rows, whether the result has more rows, and the state of
+    the lake that was read.
     """
     grid = Table(show_edge=False, pad_edge=False)
     for name, kind in result.columns:
@@ -53,7 +54,10 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
 
 
 def write_csv(result: QueryResult, output: Path | None) -> None:
-    """Write all rows as CSV with a header (RFC 4180, UTF-8). A null is empty, an empty string is `""`."""
+    """Write all rows as CSV with a header (RFC 4180, UTF-8) to `output`; None is standard output.
+
+    A null is written as an empty field, an empty string as `""`.
+    """
     from pyarrow.csv import CSVWriter
 
     # DuckDB formats the values as text, because PyArrow's CSV writer supports neither lists nor structs.
@@ -67,7 +71,10 @@ def write_csv(result: QueryResult, output: Path | None) -> None:
 
 
 def write_arrow(result: QueryResult, output: Path | None) -> None:
-    """Write all rows as Arrow IPC: a file with `output`, which Feather readers accept, or else a stream."""
+    """Write all rows as Arrow IPC: a file that Feather readers accept, or a stream if `output` is None.
+
+    Raises UsageError if the stream would go to a terminal.
+    """
     import pyarrow as pa
 
     if output is None and sys.stdout.isatty():

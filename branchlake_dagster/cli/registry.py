@@ -43,14 +43,14 @@ class CommandGroup(click.Group):
         self._former_names = frozenset(former_names)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the sorted names of all commands."""
+        """Return the sorted names of all commands, including those of `sources` and former names."""
         return sorted({*super().list_commands(ctx), *self._sources})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name, or None.
+        """Return the command of that name; None if it does not exist.
 
-        A command that `sources` names is imported now. If an extra is missing, a substitute is returned that
-        raises MissingExtra when it is run.
+        If the command is in `sources`, its module is imported now. If an extra is missing, a substitute is
+        returned that raises MissingExtra when it is run.
         """
         source = self._sources.get(cmd_name)
         if source is None:
@@ -87,9 +87,9 @@ def _unavailable_command(name: str, error: MissingExtra) -> click.Command:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Run the `finally` clauses of the block after SIGTERM and SIGHUP, as after Ctrl-C.
+    """Make SIGTERM and SIGHUP raise SystemExit in the block, so that its `finally` clauses run.
 
-    The exit code is 128 plus the signal number. Otherwise, a benchmark that a job scheduler ends would
+    The exit code is 128 plus the signal number. Without this, a benchmark that a job scheduler ends would
     leave its servers and its folder behind.
     """
 
@@ -112,10 +112,10 @@ _POOL_CLASSES = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
 
 
 def _is_unrelated_record(record: logging.LogRecord) -> bool:
-    """Return whether a log record is unrelated to Ctrl-C.
+    """Return False for a log record about a KeyboardInterrupt, to filter it out.
 
-    An SQLAlchemy pool that is closing a connection logs the interrupt as an error with a stack trace, and
-    raises it.
+    If Ctrl-C interrupts an SQLAlchemy pool that closes a connection, the pool logs the interrupt as an error
+    with a stack trace, although it also raises it.
     """
     return record.exc_info is None or not isinstance(record.exc_info[1], KeyboardInterrupt)
 
@@ -126,7 +126,8 @@ def interrupts_for_us_alone() -> Iterator[None]:
 
     The terminal sends SIGINT to all of them, and they would print their own stack traces. Child processes
     inherit blocked signals, so SIGINT is blocked here. A thread waits for SIGINT and sends SIGUSR1 to the
-    main thread.
+    main thread. After a KeyboardInterrupt in the block, this process exits with code 130. Outside of the main
+    thread, this context manager does nothing.
     """
     main_thread_id = threading.main_thread().ident
     if main_thread_id is None or threading.current_thread() is not threading.main_thread():

@@ -132,7 +132,11 @@ def _reprocess_kept_records(
 def _reprocess_dead_letters(
     ingestion: str, module: str | None, selection: DeadLetterSelection, *, dry_run: bool
 ) -> tuple[list[tuple[str | None, str, int]], str | None]:
-    """Return the number of dead letters by table and kind, and the id of the run that reprocessed them."""
+    """Count the selected dead letters, and reprocess them unless `dry_run` is set.
+
+    Return a list of table (None if unknown), error kind and number of dead letters, and the id of the run
+    that reprocessed them; the id is None if no run was started.
+    """
     from branchlake_dagster.ingest.batch_context import load_ingestion_tables
     from branchlake_dagster.ingest.reprocessing import count_dead_letters
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -175,7 +179,10 @@ class _IngestionLocation:
 
 
 def _find_ingestion(ingestion: str, module: str | None) -> tuple[_IngestionLocation, Ingest]:
-    """Load the code location and find an ingestion by its name. Raises ConfigurationError."""
+    """Load the code location, and return it with the ingestion of this name.
+
+    Raises ConfigurationError if the code location cannot be loaded or has no such ingestion.
+    """
     from branchlake_dagster.cli.location import require_location
     from branchlake_dagster.ingest.batch_assets import ingests_by_name
 

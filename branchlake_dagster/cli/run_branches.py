@@ -100,7 +100,7 @@ def _open_instance(settings: Settings) -> Iterator[DagsterInstance]:
 
 
 def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
-    """Collect the parked runs with branch, number of attempts and reason. Starts nothing."""
+    """Return the parked runs as dicts with `run_id`, `branch`, `attempts` and `reason`. Starts nothing."""
     with _open_instance(settings) as instance:
         return [
             {
@@ -114,7 +114,7 @@ def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
 
 
 def show_parked_runs(runs: list[dict[str, Any]]) -> None:
-    """Print the runs of `gather_parked_runs` as a table."""
+    """Print the parked runs, as `gather_parked_runs` returns them, as a table with the next commands."""
     console = Console()
     if not runs:
         console.print("No run is set aside.")
@@ -169,10 +169,10 @@ _WIDE_ENOUGH = 100
 
 
 def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, Any]:
-    """Collect the servers, `main`, the run branches, the discarded tags and the last publications.
+    """Collect the servers, `main`, the run branches, the discarded tags and the last five publications.
 
-    Starts nothing. If the embedded Nessie does not run, the report contains only the servers. `source`
-    describes the source of the settings.
+    Starts nothing. If the embedded Nessie does not run, only the servers and settings are reported, and the
+    other fields are None or empty. `source` describes the source of the settings.
 
     Returns the JSON object of `branchlake status --json`.
     """
@@ -253,7 +253,10 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
 
 
 def _format_heartbeats(settings: Settings, now: datetime) -> dict[str, str]:
-    """Format the states of the heartbeats on each branch."""
+    """Return the states of the heartbeats of each branch, such as `beating`.
+
+    Silent writers are not watched.
+    """
     pulses_by_branch: dict[str, set[str]] = {}
     for beat, pulse in judge_by_timestamp(HeartbeatStore.from_settings(settings).all(), now).items():
         pulses_by_branch.setdefault(beat.branch, set()).add(pulse)

@@ -1,7 +1,8 @@
 """Faster starts of the embedded servers: in a thread while a command imports its modules, and from archives.
 
-A rehearsal starts both servers once, gives them a small workload and stops them. Their archives then
-contain the Java classes that they loaded. A later server loads all other classes from its jars.
+A rehearsal starts both servers once, gives them a small workload and stops them. Java then stores the classes
+that they loaded in archives (class data sharing, or an AOT cache of newer Java versions). A later server
+loads these classes from its archive, and all other classes from its jars.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundServerStart:
-    """Starts the lake's servers in a thread. Importing this class is fast."""
+    """Starts the lake's servers in a thread, and then warms up Spark if the servers were not running."""
 
     def __init__(self, settings: Settings, *, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
@@ -41,13 +42,16 @@ class BackgroundServerStart:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the servers answer, or raise the error of their start. Spark may still be warming up."""
+        """Wait until the servers answer. Raise the error if they did not start.
+
+        Spark may still be warming up.
+        """
         self._answer.wait()
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Wait until the warm-up has ended, too."""
+        """Wait until the servers have started and the warm-up has ended. Raises no error."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -74,7 +78,7 @@ class BackgroundServerStart:
 _REHEARSAL_BRANCH = "rehearsal"
 _REHEARSAL_TABLE = f"nessie.{_REHEARSAL_BRANCH}.t"
 _GRACE_S = 300.0
-"""Seconds that a server may take to end, because it writes its archive then."""
+"""Seconds that a server may take to end, because it writes its archive at its end."""
 
 
 def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Path]:
