@@ -1,10 +1,11 @@
-"""Every Dagster run on its own Nessie branch of an Iceberg lake: checked, then published in one step.
+"""Run Dagster assets on Nessie branches of an Iceberg lake: each run is checked, then published in one step.
 
-Everything that a code location needs is imported from here::
+A code location imports everything that it needs from this package::
 
     from branchlake_dagster import branchlake_definitions, pandera_checks, table_metadata
 
-Names are loaded when they are asked for: what needs only the settings does not wait for Spark's client.
+The first use of a name imports its module, so a program that needs only the settings does not load Spark's
+client.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ _HOMES = {
     "tables.specification": ("table_metadata",),
 }
 _FORMER_NAMES = {"consume": "read_changes", "published": "newly_published", "unconsumed": "consumer_backlog"}
-"""Deprecated names of version 0.1.0's early users, by today's name. They stay until 1.0."""
+"""Deprecated names of version 0.1.0 -> their present names. The deprecated names stay until 1.0."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 

@@ -9,9 +9,10 @@ Every error has one of three markers:
 
 Retry policies use the marker and never the message.
 
-If a class has several causes, `reason` holds a code for the cause, in snake case or as another system names
-it. `subject` names the wrong object if that is not a table, partition, branch or run. Neither is part of the
-message. Code and tests use only the class and the fields of an error, so messages may change at any time.
+If a class has several causes, `reason` is a code for the cause, in snake case or in the spelling of another
+system. `subject` names the wrong object if this object is not a table, partition, branch or run. Neither
+field is part of the message. Code and tests use only the class and the fields of an error, so messages may
+change at any time.
 """
 
 # Class names are the terms of the design ("refused", "conflict", "outcome unknown") and do not end in Error.
@@ -275,7 +276,7 @@ def without_credentials(message: str) -> str:
 
 
 def format_first_values(values: tuple[str, ...]) -> str:
-    """Join the first five values for a message, followed by the number of the others."""
+    """Join the first five values for a message, such as `a, b, c, d, e and 3 more`."""
     more = f" and {len(values) - _SHOWN_VALUES} more" if len(values) > _SHOWN_VALUES else ""
     return ", ".join(values[:_SHOWN_VALUES]) + more
 
@@ -327,9 +328,10 @@ class BranchlakeError(Exception):
     """The base class of all errors that this package raises on purpose.
 
     Every raised error also has one of the markers `Transient`, `Terminal` and `OutcomeUnknown`, which show
-    what the caller may do next. All arguments are attributes, and `str(error)` contains all of them but
-    `reason` and `subject`. Credentials in URLs are replaced by `***`. Errors can be pickled, because
-    Dagster sends them between processes.
+    what the caller may do next. All arguments are attributes. `str(error)` contains the message, the table,
+    the first five partitions, the branch, the run and the hint, but neither `reason` nor `subject`.
+    Credentials in URLs are replaced by `***`. Errors can be pickled, because Dagster sends them between
+    processes.
 
     Args:
         message (str): What happened, in a sentence.
@@ -404,9 +406,9 @@ def _rebuild_error(cls: type[BranchlakeError], args: tuple[Any, ...]) -> Branchl
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls even if some of them fail.
+    """Make all calls in order, even if some of them fail.
 
-    Raises the first error. The other errors are added to it as notes.
+    If calls fail, raises the first error after the last call. The other errors are added to it as notes.
     """
     errors: list[Exception] = []
     for call in calls:
@@ -421,11 +423,11 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class ConfigurationError(BranchlakeError, Terminal):
-    """A setting or an argument is missing or wrong. The message names it and what to write instead."""
+    """A setting or an argument is missing or wrong. The message names it, and the hint says what to write."""
 
 
 class SecretWithoutTls(ConfigurationError):
-    """A secret is not sent, because it would cross a network without encryption.
+    """A secret was not sent, because the connection over a network has no encryption.
 
     Args:
         secrets (Iterable[str]): Descriptions of the secrets with their settings, never their values.
@@ -442,7 +444,7 @@ class ReadOnlyReference(BranchlakeError, Terminal):
 
 
 class Unsupported(BranchlakeError, Terminal, NotImplementedError):
-    """Branchlake does not support the operation. The message gives the reason and an alternative."""
+    """Branchlake does not support the operation. The message has the reason, the hint an alternative."""
 
 
 _ERRORS_BY_MODULE = {
@@ -606,7 +608,7 @@ _ERRORS_BY_MODULE = {
         "TableNotDropped",
     ),
 }
-"""The errors that each module below the package defines. The first use of an error imports its module."""
+"""Modules of the package -> the errors that they define. The first use of an error imports its module."""
 _MODULE_BY_ERROR = {name: module for module, names in _ERRORS_BY_MODULE.items() for name in names}
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock on the file `path` and wait as long as somebody else holds it.
+    """Hold the exclusive lock on the file `path` while the context is open.
 
-    Creates the file if it does not exist.
+    Waits as long as another process or thread holds the lock. Creates the file if it does not exist.
 
     Raises:
         OSError: The file cannot be opened or locked.
@@ -27,7 +27,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def try_file_lock(descriptor: int) -> bool:
-    """Lock an open file without waiting. Return False if another process or thread holds the lock.
+    """Lock an open file without waiting. Return True, or False if another process or thread has the lock.
 
     The lock ends when the descriptor is closed.
 

@@ -1,8 +1,8 @@
-"""Builds the definitions of a lake for a code location, and finds mistakes in its assets when they load.
+"""Build the definitions of a lake for a code location, and find mistakes in its assets when they load.
 
-`branchlake_definitions` builds everything of a code location except the assets. The result can be merged into
-any `Definitions`. `validate_definitions` reports mistakes in a lake's assets at load time, so that they do
-not appear only when a run is blocked.
+`branchlake_definitions` builds the resources, sensors, jobs and schedules of a lake, which can be merged into
+any `Definitions`. `validate_definitions` reports mistakes in a lake's assets at load time. Without it, a
+mistake would appear only when a run is blocked.
 """
 
 from __future__ import annotations
@@ -67,11 +67,14 @@ _METADATA_KEYS = frozenset(
 )
 """The metadata keys of assets that branchlake reads."""
 _ARGUMENTS = frozenset(("write_mode", "partition_by", "require_checks"))
-"""Arguments of `table_metadata`. The others are common words, which other metadata may use."""
+"""Arguments of `table_metadata` that are a mistake as metadata keys.
+
+The other arguments are common words, which other metadata may use.
+"""
 
 
 class DefinitionsWarning(UserWarning):
-    """Something in the definitions is probably not intended.
+    """A warning about definitions that are probably not intended.
 
     A check of a partitioned asset reads the whole table on every run, or an asset has a metadata key that
     branchlake does not read. Python's own filters decide whether the warning is shown.
@@ -102,8 +105,8 @@ def validate_definitions(
     - an invalid table name, write mode, key, partition column or isolation
     - two assets of one table
     - an asset without any check, with `require_checks`
-    - checks without partitions of a partitioned asset; `unpartitioned_checks` can turn them into a
-      DefinitionsWarning, or allow them
+    - checks without `partitions_def` of a partitioned asset, unless their scope is declared;
+      `unpartitioned_checks` can turn these errors into a DefinitionsWarning, or allow such checks
     - user checks on tables of ingestions with a live run, because that run would not execute them
 
     Metadata keys that look like arguments of `table_metadata` cause a DefinitionsWarning.
@@ -171,7 +174,10 @@ def _find_mistakes(
 
 
 def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
-    """Find the checks that read all partitions without a declaration that they should."""
+    """Yield a mistake for each check of a partitioned asset without `partitions_def` and declared scope.
+
+    A mistake is an asset key and the text of the mistake.
+    """
     for key in sorted(graph.materializable_asset_keys):
         node = graph.get(key)
         if node.partitions_def is None or io_manager_key_of(graph, key) != io_manager_key:
@@ -185,7 +191,7 @@ def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tu
 
 
 def _find_bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
-    """Find metadata keys that should be arguments of `table_metadata`."""
+    """Yield a mistake for each metadata key that should be an argument of `table_metadata`."""
     for key in sorted(graph.materializable_asset_keys):
         if io_manager_key_of(graph, key) != io_manager_key:
             continue
@@ -209,9 +215,9 @@ _NO_PARTITIONS = (
 
 
 def _find_unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
-    """Find the checks of an asset that a live ingestion would not execute before it publishes rows.
+    """Return a mistake if a live ingestion fills the asset and would not execute all checks; None otherwise.
 
-    A live ingestion executes only its own checks.
+    A live ingestion executes only the checks that are defined together with the asset.
     """
     node = graph.get(key)
     ingestion = unwrap_metadata(node.metadata.get(AssetMetadata.LIVE_INGESTION))
@@ -237,7 +243,7 @@ _NO_CHECK = (
 
 
 def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
-    """Return what is wrong with the changes that an asset declares to consume; None if nothing is."""
+    """Return the mistake in an asset's declaration of consumed changes; None if it is correct or missing."""
     node = graph.get(key)
     try:
         declaration = parse_declaration(node.metadata, asset=key.to_user_string())
@@ -284,10 +290,10 @@ def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: 
 def _can_be_inverted(
     mapping: PartitionMapping | None, consumer: Consumer, upstream: PartitionsDefinition[str] | None
 ) -> bool:
-    """Check whether the values of a changed row determine the partitions that depend on it.
+    """Return whether a changed row of an input shows which partitions of the consumer depend on it.
 
-    Offsets of a mapping count the input's partitions. They can be inverted only if these are the asset's own
-    windows.
+    True without a mapping and for mappings by value. The offsets of a TimeWindowPartitionMapping count
+    partitions of the input, so offsets other than 0 need an input with the same time windows as the consumer.
     """
     if isinstance(mapping, TimeWindowPartitionMapping):
         return (mapping.start_offset == 0 and mapping.end_offset == 0) or _has_same_windows(
@@ -312,7 +318,7 @@ def _has_same_windows(
 
 
 def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
-    """Return how the asset's partitions and its partition columns contradict each other; None if they fit."""
+    """Return the mistake if the asset's partitions and its partition columns do not match; None otherwise."""
     if not spec.columns_by_dimension or definition is None:
         return None
     columns = spec.columns_by_dimension.keys()
@@ -349,10 +355,10 @@ def branchlake_definitions(
 ) -> Definitions:
     """Create the definitions of a lake: IO manager, Spark session, publication sensor and reaper.
 
-    With `definitions` the result contains them, and mistakes in the assets of this lake are errors at load
+    With `definitions`, the result contains them, and mistakes in the assets of this lake are errors at load
     time instead of blocked runs later. Runs then judge and publish themselves at their end, because the
-    executor is wrapped in `publish_at_end`. Without `definitions` the result can be merged into any other
-    `Definitions`; the publication sensor then judges and publishes all runs.
+    executor is wrapped in `publish_at_end`. Without `definitions`, the result can be merged into any other
+    `Definitions`. Then the publication sensor judges and publishes all runs.
 
     Args:
         settings (Optional[Settings]): The lake's settings; they apply to every resource. (default: those of

@@ -36,14 +36,14 @@ _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
 _DURABLE_FILE_IO = "branchlake_dagster.catalog.stored_files.DurableFileIO"
-"""The path of a class that PyIceberg imports where a file is written, also on Spark workers."""
+"""The Python path of the FileIO class for local files. PyIceberg imports the class, also on Spark workers."""
 
 _SECRETS_FOR_SPARK = {
     "nessie_token": "Nessie's token (BRANCHLAKE_NESSIE_TOKEN)",
     "kafka_password": "Kafka's password (BRANCHLAKE_KAFKA_PASSWORD)",
     "kafka_certificate": "the private key for Kafka (BRANCHLAKE_KAFKA_CERTIFICATE)",
 }
-"""Secret settings that sessions and queries send to Spark, with their descriptions for messages."""
+"""Secret settings that sessions and queries send to Spark -> their descriptions for messages."""
 
 
 def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> None:
@@ -396,9 +396,10 @@ class Settings(BaseSettings):
         return self
 
     def require_tls_to_spark(self, *other_secrets: str) -> None:
-        """Raise SecretWithoutTls if secrets would reach a remote Spark without encryption.
+        """Raise SecretWithoutTls if secrets would reach a remote Spark Connect server without encryption.
 
-        The secrets are those of the settings and `other_secrets`, each a description in a few words.
+        These are the secrets of the settings, and `other_secrets`: descriptions of further secrets, never
+        their values.
         """
         if self.session_kind == "connect" and self.spark_remote is not None:
             secrets = (*self._describe_spark_secrets(), *other_secrets)
@@ -415,19 +416,20 @@ class Settings(BaseSettings):
         return tuple(name for name, field in cls.model_fields.items() if field.annotation == SecretStr | None)
 
     def without_secrets(self) -> dict[str, Any]:
-        """Return the fields that were set, without the secrets, as arguments of `LakehouseResource`."""
+        """Return the fields that were set, except secrets, as keyword arguments of `LakehouseResource`."""
         return self.model_dump(exclude_unset=True, exclude=set(self.secret_names()), mode="json")
 
     @property
     def warehouse_uri(self) -> str:
-        """The root of the Iceberg tables: `warehouse`, or the folder in `state_dir`."""
+        """The URI of the warehouse, the root of all tables. Unset: the folder `warehouse` in `state_dir`."""
         return self.warehouse or f"file://{self.state_dir}/warehouse"
 
     @property
     def orphan_file_grace(self) -> timedelta:
-        """How long a file that no reference can read is kept: `orphan_file_grace_h`.
+        """How long a file that no reference can read is kept after it was written.
 
-        Its default becomes longer with `orphan_max_age_h`.
+        This is `orphan_file_grace_h`. If it is not set, `orphan_max_age_h` if that is longer than the
+        default.
         """
         hours = self.orphan_file_grace_h
         if "orphan_file_grace_h" not in self.model_fields_set:
@@ -436,9 +438,10 @@ class Settings(BaseSettings):
 
     @property
     def history_horizon(self) -> timedelta:
-        """How long earlier commits stay readable: `history_horizon_days`.
+        """How long earlier commits stay readable.
 
-        Its default becomes longer with the other times of retention.
+        This is `history_horizon_days`. If it is not set, the longest of its default, `undo_days`,
+        `orphan_file_grace`, and the sum of `keep_failed_hours` and `discard_grace_h`.
         """
         horizon = timedelta(days=self.history_horizon_days)
         if "history_horizon_days" in self.model_fields_set:
@@ -453,17 +456,17 @@ class Settings(BaseSettings):
 
     @property
     def landing_folder(self) -> Path:
-        """The folder of landing files."""
+        """The folder of landing files: `landing`, or the folder `landing` in `state_dir` if it is unset."""
         return self.landing or self.state_dir / "landing"
 
     @property
     def receiver_monitors(self) -> tuple[str, ...]:
-        """The addresses of the receivers' monitors."""
+        """The addresses of the receivers' monitors in `receivers`; empty if it is unset."""
         return tuple(address.strip() for address in (self.receivers or "").split(",") if address.strip())
 
     @property
     def embedded_warehouse(self) -> bool:
-        """Whether the tables are in the state folder."""
+        """Whether the warehouse is the folder `warehouse` in `state_dir`."""
         return self.warehouse_uri == f"file://{self.state_dir}/warehouse"
 
     @property
@@ -477,7 +480,10 @@ class Settings(BaseSettings):
         return self.session_kind == "connect" and self.spark_remote is None
 
     def file_io_properties(self) -> dict[str, str]:
-        """Return PyIceberg's FileIO properties for the warehouse. They contain secrets, so never log them."""
+        """Return PyIceberg's FileIO properties for the warehouse. Never log them: they may contain S3 keys.
+
+        For a warehouse that is neither local nor in S3, the result is empty.
+        """
         if self.warehouse_uri.startswith("file:"):
             return {"py-io-impl": _DURABLE_FILE_IO}
         properties = {"s3.region": self.s3_region}

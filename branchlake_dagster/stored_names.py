@@ -1,7 +1,7 @@
 """The names of tags, metadata, properties, references and record headers that branchlake stores.
 
-These names are in users' lakes, event logs and code, so they never change. All of them came with version
-0.1.0; a later name states its version. A test compares the names in the code with those in a stored lake
+These names are in users' lakes, event logs and code, so they never change. Names without a version exist
+since version 0.1.0. A test compares the names in the code with those in a stored lake
 (`branchlake_dagster_tests.baseline`). The columns of dead letters and of change tables are defined where the
 tables are (`ingest/batch_tables.py`, `history/rows.py`).
 """
@@ -30,7 +30,7 @@ class RunTag:
     CONTINUES = f"{_HIDDEN}continues"
     """The branch of the failed run whose work this retry took over."""
     RETENTION = f"{_HIDDEN}retention"
-    """How long the branch and its discarded data stay, as JSON: settings of the run's code location."""
+    """How long the branch and its discarded data are kept, as JSON: settings of the run's code location."""
     UNBRANCHED = f"{_HIDDEN}unbranched"
     """`true` if the run wrote to `main` directly because its branch could not be created."""
     WORKER = f"{_HIDDEN}worker"
@@ -38,32 +38,32 @@ class RunTag:
 
     VERDICT = f"{_HIDDEN}verdict"
     PUBLICATION = f"{_HIDDEN}publication"
-    """The run's commit on `main`."""
+    """The hash of the commit on `main` that published the run."""
     REASON = f"{_HIDDEN}reason"
     FAILED_BY = f"{_HIDDEN}failed_by"
     """`publisher` if the run's steps succeeded and the publisher marked the run as failed."""
     REPORTED = f"{_HIDDEN}reported"
-    """How many published partitions were reported to their assets, until all of them are."""
+    """The number of published partitions that were reported to their assets, while others are not yet."""
     ATTEMPTS = f"{_HIDDEN}attempts"
     """How often the publisher has tried to judge or publish the run."""
     NEXT_ATTEMPT = f"{_HIDDEN}next_attempt"
     """When the publisher tries again: an ISO time, or `set aside` while the run is parked."""
     ALERT_PREFIX = f"{_HIDDEN}alert_"
-    """Followed by a sensor's name. The value is `{run_id} sent`, or the number of failed attempts."""
+    """A prefix; a sensor's name follows. The value is `{run_id} sent`, or the number of failed attempts."""
 
     CHECK_REF = f"{_HIDDEN}check_ref"
     """On a run that repeats checks for the publisher: the branch that it reads."""
     CHECK_HASH = f"{_HIDDEN}check_hash"
-    """On a run that repeats checks: the hash of the branch that the verdict is about."""
+    """On a run that repeats checks: the hash of that branch at which the checks read."""
     CHECKS_FOR = f"{_HIDDEN}checks_for"
     """On a run that repeats checks: the runs whose publication waits for it, separated by commas."""
 
     APPROVAL = "branchlake/approval"
-    """`required` or `given`: the run's result is consumed only after somebody approved it."""
+    """`required` or `given`: the run's result is consumed only after a user has approved it."""
     FOLLOWS = "branchlake/follows"
     """The ids of the backfills whose results this run was computed from, separated by commas."""
     HELD_UNTIL_APPROVED = f"{_HIDDEN}held_until_approved"
-    """On a run that was launched because none of its inputs waited for approval."""
+    """`true` on a run that a sensor launched while none of its inputs waited for approval."""
     BACKFILL = "branchlake/backfill"
     """On the runs of a backfill's first stage, and on relaunched runs: the reason of the backfill."""
     BACKFILL_BASE = "branchlake/backfill_base"
@@ -72,7 +72,7 @@ class RunTag:
     """On runs that launch partitions of a backfill again: the id of the backfill."""
 
     REBUILD = "branchlake/rebuild"
-    """`true` makes a consumer ignore its recorded positions and compute everything anew."""
+    """`true` makes a consumer ignore its recorded positions and compute all rows again."""
     RETRY = "branchlake/retry"
     """On a run that a sensor launched again: the number of the retry, from 1."""
     AFTER_PUBLICATION = "branchlake/after_publication"
@@ -82,7 +82,7 @@ class RunTag:
     INGESTION = "branchlake/ingestion"
     """On each run of an ingestion: the ingestion's name. Concurrency limits can select it."""
     REPROCESS = "branchlake/reprocess"
-    """On a run that reprocesses dead letters instead of reading topics: which dead letters."""
+    """On a run that reprocesses dead letters instead of reading topics: their selection, as text."""
     REPROCESS_RAW = "branchlake/reprocess_raw"
     """On a run that decodes kept records again instead of reading topics: the interval of their receipt."""
 
@@ -104,8 +104,8 @@ class AssetMetadata:
     LIVE_INGESTION = "branchlake/live_ingestion"
     """The name of the live ingestion that may fill the asset's table."""
     CHECK_SCOPE = "branchlake/scope"
-    """On a check. `rows`: the verdict is on the run's partitions alone and stays true when others publish.
-    `table`: the verdict is on all rows of the table, and the check is repeated after a rebase."""
+    """On a check. `rows`: it reads only the run's partitions, so publications of other runs do not change its
+    verdict. `table`: it reads all rows of the table, so it is repeated after a rebase."""
     LAUNCH_POLICY = "branchlake/launch_policy"
     """On a sensor: its `LaunchPolicy`, for pages that explain why no run was launched."""
 
@@ -122,20 +122,20 @@ class EventMetadata:
     SNAPSHOT_ID = "branchlake/snapshot_id"
     WRITE_MODE = "branchlake/write_mode"
     UPSERT_ENGINE = "branchlake/upsert_engine"
-    """Which engine matched the rows of an upsert: `PyIceberg` or `Spark`."""
+    """The engine that matched the rows of an upsert: `PyIceberg` or `Spark`."""
     UPSERT_BY_SPARK_BECAUSE = "branchlake/upsert_by_spark_because"
     """A value of `SparkReason`; absent if PyIceberg wrote the upsert."""
     UNBRANCHED = "branchlake/unbranched"
     PREVIEW = "branchlake/preview"
     """The first rows that the run wrote."""
     ROWS_ON_BRANCH = "branchlake/rows_on_branch"
-    """Rows of the whole table on the run's branch. This is not `dagster/row_count`, because Dagster's pages
-    show that as the asset's: a blocked run once showed 3,750 rows there while `main` had 2,000."""
+    """Rows of the whole table on the run's branch. The key is not `dagster/row_count`, which Dagster's pages
+    show as the asset's row count: a blocked run once showed 3,750 rows while `main` had 2,000."""
     PARTITION_ROWS_ON_BRANCH = "branchlake/partition_rows_on_branch"
     READ_TABLES = "branchlake/read_tables"
     """On an engine event: dotted names of the tables that a step read, as a JSON list."""
     UNNAMED_READS = "branchlake/read_untold"
-    """On an engine event: what a step read that has no table name, as a JSON list of descriptions."""
+    """On an engine event: descriptions of reads of a step whose table is unknown, as a JSON list."""
 
     RUN = "branchlake/run"
     VERDICT = "branchlake/verdict"
@@ -144,13 +144,16 @@ class EventMetadata:
     TABLES = "branchlake/tables"
     REBASED = "branchlake/rebased"
     PUBLICATION = "branchlake/publication"
-    """The commit on `main`. Automation follows observations that have this key."""
+    """The hash of the publication's commit on `main`. Automation follows observations that have this key."""
     UNDONE_BY = "branchlake/undone_by"
-    """The commit on `main` that took the publication back. Since 0.2.0."""
+    """The hash of the commit on `main` that undid the publication. Since 0.2.0."""
     COMMIT_PAGE = "branchlake/commit"
-    """The commit's address in Nessie's web page, where that can be opened."""
+    """The URL of the commit in Nessie's web page, if a browser can open that page."""
     ON_MAIN = "branchlake/on_main"
-    """Whether `main` has what the run materialized. The newest observation of a partition is current."""
+    """Whether `main` contains the rows that the run materialized.
+
+    Only a partition's newest observation counts.
+    """
     TABLE_ROWS = "dagster/row_count"
     """Rows of the whole table on `main`."""
     PARTITION_ROWS = "dagster/partition_row_count"
@@ -160,11 +163,11 @@ class EventMetadata:
     FAILING_PARTITIONS = "branchlake/failing_partitions"
     """On a check that read several partitions: the partitions that have failing rows."""
     PROVED_BY = "branchlake/proved_by"
-    """On a check: `metadata` if it read no row, `rows` if it read a few without Spark."""
+    """On a check: `metadata` if it read no row, `rows` if it read a few rows without Spark."""
     PROVED_BY_FILES = "branchlake/proved_by_files"
     PROVED_BY_ROWS = "branchlake/proved_by_rows"
     PUBLISHER_S = "branchlake/publisher_s"
-    """Seconds from the evidence to the publication."""
+    """Seconds from reading the run's branch to its publication."""
     PUBLICATION_DELAY_S = "branchlake/publication_delay_s"
     """Seconds from the materialization to its publication."""
 
@@ -195,12 +198,12 @@ class EventMetadata:
     COMMIT_ID = "branchlake/commit_id"
     ROWS_OF_BATCH = "branchlake/rows_of_batch"
     DAYS = "branchlake/days"
-    """On a batch: the days of event time of its rows, with their numbers."""
+    """On a batch: the number of its rows for each day of their event time."""
     DAY_ROWS_ADDED = "branchlake/day_rows_added"
     DAY_ROWS_REMOVED = "branchlake/day_rows_removed"
     """On a day of an ingested table: rows of the files that were added and removed since the last report."""
     ROWS_OUTSIDE_DAYS = "branchlake/rows_outside_days"
-    """On the days of an ingested table: published rows whose days are no partitions."""
+    """On the days of an ingested table: the number of published rows whose day is not a partition."""
     DEAD_LETTERS = "branchlake/dead_letters"
     EXPIRED_RECORDS = "branchlake/expired_records"
     """On the kept records of an ingestion: the records that the batch removed because of their age."""
@@ -216,7 +219,7 @@ class EventMetadata:
     HANDED_OVER = "branchlake/handed_over"
     DROPPED = "branchlake/dropped"
     DROPPED_PREFIX = "branchlake/dropped_"
-    """Followed by the reason for which receivers dropped records."""
+    """A prefix; the reason for which receivers dropped records follows."""
 
 
 class LakeProperty:
@@ -245,12 +248,12 @@ class LakeProperty:
     REPLACED = "branchlake.replaced"
     """On a snapshot: the predicate whose rows it replaced, as JSON."""
     STEP = "branchlake.step"
-    """On a snapshot: the step whose value the IO manager wrote."""
+    """On a snapshot of the IO manager: the step whose output it contains."""
     ATTEMPT = "branchlake.attempt"
     """On a snapshot: the attempt of the step, from 1."""
     CODE_OF_STEP = "branchlake.code_of_step"
-    """On a commit or a snapshot: the step whose own code wrote it. The run's Spark session adds it to all its
-    snapshots; those of the IO manager have `branchlake.step` as well."""
+    """On a commit or a snapshot: the step whose own code wrote it. The run's Spark session adds this property
+    to all its snapshots; snapshots of the IO manager also have `branchlake.step`."""
     UNBRANCHED = "branchlake.unbranched"
     """On a snapshot: `true` if its run wrote to `main` directly."""
     UNDOES = "branchlake.undoes"
@@ -261,20 +264,20 @@ class LakeProperty:
     """On a commit of `main` and its snapshots: the ids of the publications that it undoes, separated by
     commas. Since 0.2.0."""
     UNDONE_RUNS = "branchlake.undone_runs"
-    """On the same commit: the runs of these publications. Since 0.2.0."""
+    """On a commit that undoes publications: the ids of their runs. Since 0.2.0."""
     UNDONE_SNAPSHOTS = "branchlake.undone_snapshots"
-    """On a snapshot of that commit: the snapshots that it reverses. Since 0.2.0."""
+    """On a snapshot of a commit that undoes publications: the snapshots that it reverses. Since 0.2.0."""
     UNDONE_SUPERSEDED_BY = "branchlake.undone_superseded_by"
-    """On that commit: snapshots that had replaced rows of the undone publications before. Since 0.2.0."""
+    """On a commit that undoes publications: snapshots that had replaced rows of these before. Since 0.2.0."""
     EXPIRY_ID = "branchlake.expiry_id"
-    """On a commit of `main` that removes snapshots of a table, or merges its manifests. Since 0.2.0."""
+    """On a commit of `main` that expires snapshots or merges manifests: the id of the call. Since 0.2.0."""
     EXPIRED_SNAPSHOTS = "branchlake.expired_snapshots"
     """On the commit of an expiry: how many snapshots it removed. Since 0.2.0."""
     MAINTENANCE = "branchlake.maintenance"
-    """On a commit of `main` or a snapshot that changes no row: a `MaintenanceKind`. Since 0.2.0."""
+    """On a commit of `main`, or a snapshot, that changes no row: a `MaintenanceKind`. Since 0.2.0."""
     REVERSED_SNAPSHOTS = "branchlake.reversed_snapshots"
-    """On a snapshot of a run: the snapshots of compactions before it on `main` whose files it does not
-    continue, newest first. Since 0.2.0."""
+    """On a snapshot of a run: the ids of compaction snapshots that precede it on `main`, newest first. It
+    does not contain the files that these compactions wrote. Since 0.2.0."""
     WHEN_MATCHED = "branchlake.when_matched"
     """On a snapshot of an upsert: `keep` if rows with existing keys were left unchanged. Since 0.2.0."""
     JOURNAL_ID = "branchlake.journal_id"
@@ -285,16 +288,22 @@ class LakeProperty:
     CONSUMED = "branchlake.consumed"
     """On a consumer's table: the positions of its inputs, as JSON."""
     CONSUMED_PREFIX = "branchlake.consumed."
-    """Followed by a partition key: the positions of that partition."""
+    """A prefix; a partition key follows. On a consumer's table: the positions of that partition, as JSON."""
     OFFSETS_PREFIX = "branchlake.offsets."
-    """Followed by an ingestion's name: the offsets before which the table has all records."""
+    """A prefix; an ingestion's name follows.
+
+    On its tables: the offsets before which they have all records.
+    """
     REPROCESSED_PREFIX = "branchlake.reprocessed."
-    """Followed by an ingestion's name. On a table: the runs that reprocessed its dead letters. On a snapshot:
-    the offsets before which the table had all records at that time."""
+    """A prefix; an ingestion's name follows. On a table: the runs that reprocessed its dead letters. On a
+    snapshot: the offsets before which the table had all records at that time."""
     KEPT_SINCE_PREFIX = "branchlake.kept_since."
-    """Followed by an ingestion's name, on the table of its kept records: the first day that stays."""
+    """A prefix; an ingestion's name follows. On the table of its kept records: the first day that is kept."""
     TABLES_PREFIX = "branchlake.tables."
-    """Followed by an ingestion's name, on the dead letters' table: the tables that its records have named."""
+    """A prefix; an ingestion's name follows.
+
+    On its dead-letter table: the tables that its records have named.
+    """
     COMMIT_ID = "branchlake.commit_id"
     VALID_THROUGH_MS = "branchlake.valid_through_ms"
 
@@ -317,13 +326,14 @@ class ReferencePrefix:
     CLAIM = "judged-"
     """A tag by which one publisher claims the judgment of a run."""
     UNDROP = "undrop-"
-    """A tag that keeps the files of a dropped table while it is brought back. Its end and a UUID follow.
-    Since 0.2.0."""
+    """A tag that keeps the files of a dropped table while the table is restored. The time at which the tag
+    ends and a UUID follow. Since 0.2.0."""
     READING = "reading-"
-    """A tag that keeps a state readable for a reader. Its end and a UUID follow. Since 0.2.0."""
+    """A tag that keeps a state readable for a reader. The time at which the tag ends and a UUID follow.
+    Since 0.2.0."""
     COMPACTION = "compact-"
-    """A branch on which a compaction rewrites files. Its UUID has version 1 and so holds the time of its
-    creation. Since 0.2.0."""
+    """A branch on which a compaction rewrites files. Its UUID has version 1, so it contains the time at which
+    the branch was created. Since 0.2.0."""
 
 
 class MaintenanceKind:
@@ -339,12 +349,15 @@ JOURNAL_BRANCH = "branchlake-maintenance"
 
 
 class LakeFolder:
-    """Folders in the warehouse, beside those of the tables."""
+    """Branchlake's own folders in the warehouse."""
 
     HEARTBEATS = "_branchlake/heartbeats"
     PREFIXES = "_branchlake/prefixes"
     GARBAGE_COLLECTION = "_branchlake/garbage_collection"
-    """A file that names the journal of the garbage collection that belongs to the warehouse. Since 0.2.0."""
+    """The folder with the marker file of the garbage collection, which contains the journal's id.
+
+    Since 0.2.0.
+    """
 
 
 class RecordHeader:
@@ -353,20 +366,20 @@ class RecordHeader:
     RECEIVER = "branchlake.receiver"
     PROTOCOL = "branchlake.protocol"
     RECEIVED_NS = "branchlake.received_ns"
-    """When the receiver got the record, in nanoseconds since 1970."""
+    """The time at which the receiver got the record, in nanoseconds since 1970."""
     SOURCE = "branchlake.source"
     CURSOR = "branchlake.cursor"
 
 
 CHANGE_TABLE_INFIX = "__change__"
-"""In a change table's name, between the names of the input and of the consumer."""
+"""The text between the names of the input and of the consumer in a change table's name."""
 KEPT_RECORDS_SUFFIX = "_kept_records"
-"""Follows an ingestion's name in the name of the table that keeps its records as they were received."""
+"""The suffix of the table that keeps an ingestion's records as they were received; its name comes first."""
 
 
 @dataclass(frozen=True)
 class ExclusiveProperty:
-    """A table property whose value accounts for the rows that a run wrote.
+    """A table property whose value records from which input a run's rows were computed, such as offsets.
 
     If two runs set the property to different values, only one of them can be published. A run that sets the
     property cannot be replayed on a table that was rolled back or replaced, because the value would hide that
@@ -377,9 +390,9 @@ class ExclusiveProperty:
         conflict_reason: The reason why the second of two runs is refused.
         conflict_code: The code of `conflict_reason`.
         rewind_reason: The reason why a run is refused if its table was rolled back or replaced.
-        later_rows_prefix: The prefix of another exclusive property, or None. Both names end with the same
-            ingestion's name. A snapshot on `main` with the other property appends records that were received
-            later. A run with this property never changes these records, so the two do not conflict.
+        later_rows_prefix: The prefix of another exclusive property, or None. Both properties' names end with
+            the same ingestion's name. A snapshot on `main` with the other property appends records that were
+            received later. A run with this property never changes these records, so the two do not conflict.
     """
 
     prefix: str
@@ -414,9 +427,9 @@ EXCLUSIVE_PROPERTIES = (
         later_rows_prefix=LakeProperty.OFFSETS_PREFIX,
     ),
 )
-"""All exclusive properties. The checks of a publication read no other list of them."""
+"""All exclusive properties. Every check of a publication uses this list."""
 
 
 def find_exclusive_property(name: str) -> ExclusiveProperty | None:
-    """Find the exclusive property whose prefix a table property's name has; None if it is not exclusive."""
+    """Return the exclusive property whose prefix is the beginning of `name`; None without such a property."""
     return next((each for each in EXCLUSIVE_PROPERTIES if name.startswith(each.prefix)), None)
