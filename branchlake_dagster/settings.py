@@ -428,8 +428,8 @@ class Settings(BaseSettings):
     def orphan_file_grace(self) -> timedelta:
         """How long a file that no reference can read is kept after it was written.
 
-        This is `orphan_file_grace_h`. If it is not set, `orphan_max_age_h` if that is longer than the
-        default.
+        This is `orphan_file_grace_h`. If that is not set, it is the longer of the default and
+        `orphan_max_age_h`.
         """
         hours = self.orphan_file_grace_h
         if "orphan_file_grace_h" not in self.model_fields_set:
@@ -440,7 +440,7 @@ class Settings(BaseSettings):
     def history_horizon(self) -> timedelta:
         """How long earlier commits stay readable.
 
-        This is `history_horizon_days`. If it is not set, the longest of its default, `undo_days`,
+        This is `history_horizon_days`. If that is not set, it is the longest of the default, `undo_days`,
         `orphan_file_grace`, and the sum of `keep_failed_hours` and `discard_grace_h`.
         """
         horizon = timedelta(days=self.history_horizon_days)

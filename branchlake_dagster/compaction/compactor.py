@@ -56,10 +56,10 @@ def plan_compactions(
 ) -> CompactionPlan:
     """Measure tables on `main` and plan what to compact. Changes nothing, and needs no Spark.
 
-    `tables` are dotted names; None means all tables. `now` is the present time, to tell which partitions are
-    hot. Reads each table's metadata and manifests. A table that cannot be read is in `unreadable` of the
-    plan, and the other tables are planned. Raises TableMissing for a name that `main` does not have, and
-    ConfigurationError if a table lacks a column of the options.
+    `tables` are dotted names; None means all tables. `now` is the present time, which decides which
+    partitions are hot. Reads each table's metadata and manifests. A table that cannot be read is in
+    `unreadable` of the plan, and the other tables are planned. Raises TableMissing for a name that `main`
+    does not have, and ConfigurationError if a table lacks a column of the options.
     """
     chosen_options = options or CompactionOptions()
     measures: list[PartitionFiles] = []

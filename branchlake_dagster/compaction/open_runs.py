@@ -31,8 +31,8 @@ class OpenRun:
     """The changes of one table on the branch of a run or of a live ingestion's batch.
 
     `removed_paths` are data files of `main` that the run removed, and `deletes` the delete files that it
-    added. Both are empty if the run did not change the table. `is_comparable` is False if none of the table's
-    snapshots on the branch is a snapshot of `main`.
+    added. Both are empty if the run did not change the table. `is_comparable` is False if the current
+    snapshot on the branch has no ancestor among the snapshots of `main`.
     """
 
     branch: str

@@ -38,11 +38,11 @@ from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 _log = logging.getLogger(__name__)
 
 _READ_LIMIT_S = 2.0
-"""Longest time that a batch spends on reading positions."""
+"""The longest time in seconds that a batch spends on reading positions."""
 _ROOTS_AGE_S = 30.0
-"""How long the references and positions that were read for one table are used for other tables."""
+"""Seconds for which references and positions that were read for one table are used for other tables."""
 _PAUSE_S = 300.0
-"""Pause after a try that removed nothing."""
+"""Seconds until the next try after a try that removed nothing."""
 _POSITION_AGE = timedelta(days=1)
 _POSITION_FACTOR = 4
 """Positions of consumers keep at most this many times the number of snapshots that an ingestion keeps."""

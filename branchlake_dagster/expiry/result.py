@@ -20,7 +20,7 @@ class PlannedTable:
     `oldest_at`. `kept_by` is the rule that keeps it, and `holder` the reference or consumer's table that
     needs it, or empty. `metadata_bytes` is the size of the present metadata file without compression, in
     characters. `given_up` are positions of consumers whose snapshots expire. If the table's metadata cannot
-    be read, `error` is set and the other fields have their defaults.
+    be read, `error` is set and the numbers are 0.
     """
 
     table: str

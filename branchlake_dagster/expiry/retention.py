@@ -99,8 +99,8 @@ class SnapshotFacts:
 class TableReference:
     """A branch or tag of the Iceberg table itself, not of Nessie.
 
-    A branch may keep its newest `min_snapshots` snapshots and all younger than `max_age_ms`; None if it sets
-    no such rule.
+    A branch keeps its newest `min_snapshots` snapshots, and all snapshots younger than `max_age_ms`. A field
+    is None if the branch does not set it; tags set neither.
     """
 
     snapshot_id: int

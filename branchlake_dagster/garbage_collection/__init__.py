@@ -1,1 +1,1 @@
-"""Finds and deletes files that no reference of Nessie can read any more. In any doubt a file is kept."""
+"""Find and delete files that no reference of Nessie can read any more. In case of doubt, a file is kept."""

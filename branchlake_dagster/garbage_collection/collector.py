@@ -64,7 +64,7 @@ from branchlake_dagster.runs.temporary_tags import remove_ended_tags
 from branchlake_dagster.stored_names import JOURNAL_BRANCH, ReferencePrefix
 
 BATCH_FILES = 2_000
-"""How many files are deleted before the references are read again."""
+"""The number of files in a batch. Before each batch, the references are read again."""
 MAX_PLANNED_FILES = 500_000
 """The most files of one plan, because a whole plan is kept in memory. The next pass plans the other files."""
 _SAMPLE_FILES = 20
@@ -76,7 +76,7 @@ _MAX_UPDATES = 100
 
 @dataclass
 class _Pass:
-    """The state of one pass."""
+    """The state of one pass of a collector. `now` is the time of the slowest clock."""
 
     pass_id: str
     now: datetime
@@ -167,8 +167,8 @@ class FileCollector:
         heartbeats: The heartbeats of the lake's writers.
         properties: PyIceberg's FileIO properties.
         rules: Grace, history horizon and delay.
-        budget_s: Seconds after which a pass lists and deletes no further files. They begin when all live
-            states are marked. A pass deletes one batch of a due plan whatever the budget is.
+        budget_s: Seconds after which a pass lists and deletes no further files. The time begins when all live
+            states are marked. A pass always deletes the first batch of a due plan.
         now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and
             Nessie's.
         monotonic: Seconds of a clock that never goes back.

@@ -42,7 +42,7 @@ class FileHolder:
 
 @dataclass(frozen=True)
 class FileExplanation:
-    """The references that keep a file: `holders`. If it is empty, the file is not reachable.
+    """The references that keep a file: `holders`. Without holders, the file is not reachable.
 
     `state` is the file's newest state in the journal (`planned`, `deleted`, …), or empty. `last_root` says
     how the file became unreachable, or is empty. `unreachable_since` is the time of the pass that first

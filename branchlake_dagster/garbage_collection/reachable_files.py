@@ -61,12 +61,15 @@ _FOLDER_PROPERTIES = (
 
 
 _PERMANENT_ERRORS = (FileNotFoundError, ValueError, ImportError, NotImplementedError)
-"""Errors that the storage repeats for ever. PyIceberg raises ValueError for an unknown scheme.
+"""Errors that every later attempt would raise again. PyIceberg raises ValueError for an unknown scheme.
 
-A refused access is not among them: credentials expire, and then the file may lead to files of the warehouse.
+PermissionError is not among them: credentials expire, and the file may lead to files of the warehouse.
 """
 _MISSING_BUCKET = "NO_SUCH_BUCKET"
-"""The code of object stores in the message of PyArrow, which raises OSError for it."""
+"""The object store's error code for a missing bucket.
+
+PyArrow raises OSError with this code in its message.
+"""
 
 
 def is_permanent(error: Exception) -> bool:

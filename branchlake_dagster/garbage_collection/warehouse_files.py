@@ -36,7 +36,7 @@ from branchlake_dagster.stored_names import LakeFolder
 
 _REMOTE_THREADS = 32
 _LOCAL_THREADS = 8
-"""A file system takes up to a millisecond for a deletion."""
+"""The number of threads for local deletions. Each deletion takes up to a millisecond."""
 
 
 class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes

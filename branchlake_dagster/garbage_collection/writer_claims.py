@@ -50,8 +50,9 @@ def find_living_writers(
 ) -> list[Heartbeat]:
     """Return the heartbeats of all writers that are not proved dead. Raises HeartbeatsUnreadable.
 
-    If the time of a heartbeat is stale, waits about three heartbeat intervals to see whether the writer is
-    silent. `progress` is called with a sentence before the heartbeats are read and before waiting.
+    If the time of a heartbeat is stale, waits about three heartbeat intervals to see whether the writer
+    sends another heartbeat. `progress` is called with a sentence before the heartbeats are read and before
+    waiting.
     """
     progress("Reading heartbeats.")
     verdicts = judge_by_timestamp(store.all(), now)
@@ -79,10 +80,11 @@ def load_claims(client: NessieClient, writers: Iterable[Heartbeat], now: datetim
 
 
 def _find_start(beat: Heartbeat, now: datetime) -> datetime | None:
-    """Return the start of the writer's process; None if its heartbeat does not show it.
+    """Return the start of the writer's process; None if it is unknown.
 
-    The clock of the writer may be ahead. So its process is at least as old as it was at its last heartbeat,
-    both by its own clock. A start after the last heartbeat shows that this clock was set back meanwhile.
+    The writer's clock may be ahead. So the result is the earlier of the recorded start, and of `now` minus
+    the age that the process had at its last heartbeat. If the recorded start is after the last heartbeat, the
+    clock was set back in between, and the result is None.
     """
     if beat.started_at is None or beat.written_at is None or beat.started_at > beat.written_at:
         return None

@@ -42,8 +42,8 @@ class MaintenanceOptions:
     Args:
         compaction (CompactionOptions): Which partitions are compacted, how, and within which budgets.
         expiry (Optional[ExpiryPolicy]): How long snapshots are kept. (default:
-        `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`,
-            `BRANCHLAKE_SNAPSHOT_KEEP_DAYS`, `BRANCHLAKE_UNDO_DAYS` and `BRANCHLAKE_POSITION_DAYS`)
+            `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`, `BRANCHLAKE_SNAPSHOT_KEEP_DAYS`, `BRANCHLAKE_UNDO_DAYS` and
+            `BRANCHLAKE_POSITION_DAYS`)
         max_seconds (Optional[float]): Seconds after which a compaction, and then a collection, begins no
             further work. Finished compactions are published. An expiry has no limit. (default: no limit for a
             compaction, `BRANCHLAKE_COLLECTION_BUDGET_S` for a collection)
