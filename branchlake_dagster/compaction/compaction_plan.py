@@ -91,8 +91,15 @@ class CompactionOptions:
             raise ConfigurationError(
                 "The strategy bin_pack does not take columns.", hint="Choose the strategy sort or z_order."
             )
-        limits = (self.small_file_bytes, self.unit_bytes, self.max_bytes, self.max_partitions)
-        if any(limit is not None and limit <= 0 for limit in limits) or self.max_small_files < 0:
+        limits = (
+            self.small_file_bytes,
+            self.unit_bytes,
+            self.max_bytes,
+            self.max_partitions,
+            self.max_seconds,
+        )
+        has_bad_limit = any(limit is not None and not limit > 0 for limit in limits)
+        if has_bad_limit or self.max_small_files < 0 or not self.hot_minutes >= 0:
             raise ConfigurationError("A limit of a compaction is not positive.", hint="Leave it out instead.")
 
 

@@ -98,7 +98,7 @@ def measure_table(table: Table, name: str, *, small_file_bytes: int) -> list[Par
         if file.content != DataFileContent.DATA:
             deletes.append((file, sequence_number))
             continue
-        partition_name = _format_partition(file, metadata)
+        partition_name = format_partition(file, metadata)
         open_partition = partitions.get(partition_name)
         if open_partition is None:
             spec = metadata.specs()[file.spec_id]
@@ -115,7 +115,8 @@ def measure_table(table: Table, name: str, *, small_file_bytes: int) -> list[Par
     ]
 
 
-def _format_partition(file: DataFile, metadata: TableMetadata) -> str:
+def format_partition(file: DataFile, metadata: TableMetadata) -> str:
+    """Return the partition of a file as text, such as `day=2026-11-27`; empty without partition columns."""
     spec = metadata.specs()[file.spec_id]
     if not spec.fields:
         return ""

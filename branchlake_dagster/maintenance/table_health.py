@@ -14,6 +14,7 @@ from pyiceberg.manifest import DataFileContent, ManifestEntryStatus
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_metadata
+from branchlake_dagster.compaction.file_measures import format_partition
 from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, sql_name
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -100,7 +101,6 @@ def _measure_table(files: TableFiles, key: ContentKey, location: str, now: datet
     data_files = delete_files = data_bytes = 0
     bytes_by_age = dict.fromkeys(AGES, 0)
     for manifest in manifests:
-        spec = metadata.specs()[manifest.partition_spec_id]
         for entry in read_manifest_entries(io, manifest):
             if entry.status == ManifestEntryStatus.DELETED:
                 continue
@@ -112,7 +112,7 @@ def _measure_table(files: TableFiles, key: ContentKey, location: str, now: datet
             data_bytes += file.file_size_in_bytes
             bytes_by_age[groups.find_group(entry.snapshot_id)] += file.file_size_in_bytes
             if file.file_size_in_bytes < SMALL_FILE_BYTES:
-                partition = spec.partition_to_path(file.partition, metadata.schema()) if spec.fields else ""
+                partition = format_partition(file, metadata)
                 small_files[partition] = small_files.get(partition, 0) + 1
     crowded_partition = max(small_files, key=lambda partition: small_files[partition], default="")
     return TableHealth(

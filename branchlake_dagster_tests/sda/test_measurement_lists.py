@@ -29,6 +29,7 @@ from branchlake_dagster.sda.commands.measurement_list import (
     read_tracks,
     with_position_sigma,
 )
+from branchlake_dagster.sda.commands.option_types import Moment
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -254,7 +255,8 @@ def test_tracks_without_their_uncertainty_get_that_of_the_table(chi2_per_dof: fl
 
 
 def test_times_of_the_options_are_in_utc(run: Callable[..., Result]) -> None:
-    assert "from 2026-08-11 10:00:00 UTC" in run("tracks", "--since", "2026-08-11T12:00+02:00").output
+    moment = Moment().convert("2026-08-11T12:00+02:00", None, None)
+    assert (moment, moment.tzinfo) == (NOON - timedelta(hours=2), UTC)
     for value in ("0001-01-01T00:30", "2262-01-01", "soon"):
         run("tracks", "--since", value, code=2)
     run("tracks", "--since", "2026-08-11T12:00+01:00:30")
