@@ -150,7 +150,7 @@ def test_what_has_no_probability_says_why(elements, found):
     changed = found.with_columns(
         kind=pl.when(pl.int_range(pl.len()) == 0).then(pl.lit("together")).otherwise(pl.lit("encounter")),
         **{
-            f"relative_velocity_{axis}_km_s": pl.when(pl.int_range(pl.len()) == 1)
+            f"relative_velocity_{axis}_km_s": pl.when(pl.int_range(pl.len()) <= 1)
             .then(0.002)
             .otherwise(f"relative_velocity_{axis}_km_s")
             for axis in "rtn"

@@ -189,3 +189,42 @@ def test_numbers_are_rounded_to_significant_digits():
     np.testing.assert_array_equal(rounded[[0, 1, 2, 4]], [0.0, 1.23e-7, 1e-4, 1.0])
     assert np.isnan(rounded[3])
     assert rounded[5] >= 0
+
+
+def geostationary(inclinations_deg: list[float]) -> Elements:
+    """Element sets of circular orbits of one revolution per day that cross at their common node."""
+    frame = simulated_elements(seed=4, objects=400, epoch=NOON).sort("sat_no").head(len(inclinations_deg))
+    return Elements.from_arrow(
+        frame.with_columns(
+            epoch=pl.lit(NOON).cast(frame.schema["epoch"]),
+            inclination=pl.Series(inclinations_deg),
+            eccentricity=pl.lit(1e-7),
+            mean_motion=pl.lit(1.0027),
+            ra_of_asc_node=pl.lit(0.0),
+            arg_of_pericenter=pl.lit(0.0),
+            mean_anomaly=pl.lit(360.0 - 360.0 / 48),  # at the node half an hour later
+            bstar=pl.lit(0.0),
+        ).to_arrow()
+    )
+
+
+@pytest.mark.parametrize(("inclination", "is_pass"), [(0.5, True), (1.0, True), (2.0, True), (0.01, False)])
+def test_a_slow_pass_is_an_encounter(inclination, is_pass, errors):
+    """Both ends of its minutes are within the threshold, so that the screening finds the two together."""
+    pair = geostationary([0.02, 0.02 + inclination])
+    found = screen(pair, Span.whole(BEGIN, BEGIN + 60 * MINUTE), threshold_km=5.0)
+    table = pa.Table.from_batches([as_batch(found, pair)])
+    assert table.num_rows == 1
+    (risk,) = assess_table(table, states_of(pair, errors), BEGIN).to_pylist()
+    assert (risk["relative_speed_km_s"] > 0.01) == is_pass
+    assert risk["kind"] == (Kind.ENCOUNTER if is_pass else Kind.TOGETHER)
+    assert (risk["together_min"] == 0) == is_pass
+    assert (risk["no_probability_because"] == NO_ENCOUNTER) != is_pass
+
+
+def test_a_pass_that_the_end_of_the_hour_cuts_is_no_encounter(errors):
+    pair = geostationary([0.02, 1.02])
+    found = screen(pair, Span.whole(BEGIN, BEGIN + 29 * MINUTE), threshold_km=20.0)
+    table = pa.Table.from_batches([as_batch(found, pair)])
+    (risk,) = assess_table(table, states_of(pair, errors), BEGIN).to_pylist()
+    assert risk["kind"] == Kind.TOGETHER

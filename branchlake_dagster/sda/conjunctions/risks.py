@@ -26,6 +26,7 @@ from branchlake_dagster.sda.trust.assessment import (
     NO_MODEL,
     TOO_OLD,
     TOO_SLOW,
+    is_passing,
     is_too_slow,
 )
 from branchlake_dagster.sda.trust.differences import rtn_axes, states_at
@@ -243,7 +244,11 @@ def assess_batches(
 
 
 def assess_table(approaches: pa.Table, states: ObjectStates, window_start: int) -> pa.Table:
-    """Convert close approaches (`ENCOUNTER_SCHEMA`) to risks (`RISK_SCHEMA`). Edges are left out."""
+    """Convert close approaches (`ENCOUNTER_SCHEMA`) to risks (`RISK_SCHEMA`). Edges are left out.
+
+    A slow pass can last several minutes. The screening then reports it as `together`, and this function as an
+    `encounter`, if the distance has a minimum and the objects move faster than `MIN_SPEED_KM_S`.
+    """
     kind = approaches.column("kind").to_numpy(zero_copy_only=False).astype(str)
     approaches = approaches.filter(pa.array(kind != Kind.EDGE.value))
     kind = kind[kind != Kind.EDGE.value]
@@ -259,6 +264,8 @@ def assess_table(approaches: pa.Table, states: ObjectStates, window_start: int) 
         ).reshape(count, 3)
         for name, unit in (("position", "km"), ("velocity", "km_s"))
     )
+    is_pass = (kind == Kind.TOGETHER.value) & is_passing(position, velocity)
+    kind = np.where(is_pass, Kind.ENCOUNTER.value, kind)
     covariance = _combined_covariances(states, rows, micros)
     is_encounter = kind == Kind.ENCOUNTER.value
     has_covariance = np.isfinite(covariance).all(axis=(1, 2))
@@ -294,7 +301,7 @@ def assess_table(approaches: pa.Table, states: ObjectStates, window_start: int) 
         np.round(approaches.column("relative_speed_km_s").to_numpy(), SPEED_DECIMALS),
         *np.round(position, DISTANCE_DECIMALS).T,
         *np.round(velocity, SPEED_DECIMALS).T,
-        approaches.column("together_min"),
+        np.where(is_pass, 0, approaches.column("together_min").to_numpy()),
         *(np.where(states.track_row[one] >= 0, FROM_TRACK, FROM_ELEMENT_SET) for one in rows),
         *(states.elements.epoch_micros[one] for one in rows),
         radius_m,

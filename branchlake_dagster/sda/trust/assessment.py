@@ -23,6 +23,8 @@ from branchlake_dagster.sda.trust.probability import (
 from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE, POSITION_AXES, PublishedErrors
 
+_PERPENDICULAR = 1e-3
+"""The largest cosine of the angle between relative position and velocity at a minimum of the distance."""
 MIN_SPEED_KM_S = 0.01
 """Objects with a smaller relative speed do not pass each other; they stay together."""
 MAX_CROSSING_REVOLUTIONS = 0.05
@@ -75,13 +77,15 @@ def assess_approaches(
         else published_errors.position_sigma(objects, micros)
         for objects in both_elements
     ]
-    is_encounter = (approaches["kind"] == "encounter").to_numpy()
     has_sigma = np.isfinite(sigma[0]).all(axis=1) & np.isfinite(sigma[1]).all(axis=1)
-    computed_rows = np.flatnonzero(is_encounter & has_sigma)
     position, velocity = (
         approaches.select([f"relative_{name}_{axis}_{unit}" for axis in POSITION_AXES]).to_numpy()
         for name, unit in (("position", "km"), ("velocity", "km_s"))
     )
+    # A slow pass lasts several minutes, at whose ends the two are within the threshold: `together`.
+    is_pass = (approaches["kind"] == "together").to_numpy() & is_passing(position, velocity)
+    is_encounter = (approaches["kind"] == "encounter").to_numpy() | is_pass
+    computed_rows = np.flatnonzero(is_encounter & has_sigma)
     covariance = combine_covariances(
         elements,
         [object_rows[computed_rows] for object_rows in rows],
@@ -174,4 +178,17 @@ def is_too_slow(velocity: Floats, covariance: Floats, mean_motion: Floats) -> np
     crossing_s = 6 * sigma / np.maximum(speed, 1e-12)
     return np.asarray(
         (speed < MIN_SPEED_KM_S) | (crossing_s > MAX_CROSSING_REVOLUTIONS * 86_400 / mean_motion)
+    )
+
+
+def is_passing(position: Floats, velocity: Floats) -> npt.NDArray[np.bool_]:
+    """Return which pairs (k,) pass each other at their closest moment, and do not fly in formation.
+
+    At a minimum of the distance, the relative velocity is perpendicular to the relative position. At the
+    beginning or end of the screened time it is not.
+    """
+    speed, distance = (np.linalg.norm(values, axis=1) for values in (velocity, position))
+    closing = np.abs(np.einsum("ki,ki->k", position, velocity))
+    return np.asarray(
+        (speed >= MIN_SPEED_KM_S) & (closing <= _PERPENDICULAR * speed * np.maximum(distance, 1e-3))
     )
