@@ -51,9 +51,7 @@ from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.trust.assessment import assess_approaches
-from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.radii import ObjectRadii
-from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
 from branchlake_dagster.tables.schemas import format_type, stored_type
 
 SOURCE_KINDS = [kind.source_kind for kind in DEFAULT_SENSOR_KINDS]
@@ -133,14 +131,6 @@ def test_the_contracts_are_the_tables_column_by_column():
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
     rows = assess_approaches(nothing, no_elements, None, ObjectRadii(5.0))
     assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
-    model = build_error_model(no_elements)
-    for table, contract in (
-        (element_errors, contracts.ElementError),
-        (object_errors, contracts.ObjectError),
-        (element_jumps, contracts.ElementJump),
-    ):
-        told = table(model, no_elements).to_arrow().schema
-        assert in_order(types(contract)) == in_order(stored(told))
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)

@@ -7,6 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from branchlake_dagster.sda.benchmarks.whole_history_model import build_error_model
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
 from branchlake_dagster.sda.conjunctions.risks import (
     RISK_SCHEMA,
@@ -24,9 +25,8 @@ from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.orbits.element_fitting import fit_elements
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, propagate_satellites
 from branchlake_dagster.sda.trust.assessment import NO_ENCOUNTER, NO_MODEL, assess_approaches
-from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.radii import ObjectRadii
-from branchlake_dagster.sda.trust.tables import PublishedErrors, element_errors, object_errors
+from branchlake_dagster.sda.trust.tables import PublishedErrors
 from branchlake_dagster_tests.sda.test_trust import history, joined
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
@@ -43,8 +43,7 @@ def elements() -> Elements:
 @pytest.fixture(scope="module")
 def errors() -> PublishedErrors:
     past = joined(history(150, 14, 1.0, 0.01))
-    model = build_error_model(past)
-    return PublishedErrors.from_tables(element_errors(model, past), object_errors(model, past))
+    return build_error_model(past).to_published()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from branchlake_dagster.sda.benchmarks.whole_history_model import build_error_model
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.orbits.frames import julian_dates
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
@@ -17,7 +18,7 @@ from branchlake_dagster.sda.trust.classes import (
     orbit_class_codes,
     semi_major_axis,
 )
-from branchlake_dagster.sda.trust.differences import DAY_MICROS, compute_differences
+from branchlake_dagster.sda.trust.differences import DAY_MICROS, FirstPairs, compute_differences, count_pairs
 from branchlake_dagster.sda.trust.growth import (
     AGE_EDGES_DAYS,
     MAX_SIGMA_KM,
@@ -25,11 +26,11 @@ from branchlake_dagster.sda.trust.growth import (
     fit_growth,
     member_classes,
     object_factors,
+    summarize_bins,
 )
 from branchlake_dagster.sda.trust.jumps import JUMP_SIGNS, JumpKind, JumpSign
-from branchlake_dagster.sda.trust.model import build_error_model
-from branchlake_dagster.sda.trust.tables import element_jumps
 from branchlake_dagster_tests.sda.test_screening import SNAPSHOTS
+from branchlake_dagster_tests.sda.whole_history_tables import element_jumps
 
 START = 1_786_000_000_000_000
 FIELD = {name: place for place, name in enumerate(ELEMENT_FIELDS)}
@@ -160,7 +161,7 @@ def test_the_curve_that_made_the_errors_is_found_whatever_the_outliers(seed):
     values[wild] *= 1_000
     classes = np.full(len(age), 2)
     at = np.array([0.5, 1.0, 3.0, 7.0, 12.0])
-    found = fit_growth(classes, age, values).sigma_at(np.full(5, 2), at)
+    found = fit_growth(summarize_bins(classes, age, values)).sigma_at(np.full(5, 2), at)
     assert found[:, 1] == pytest.approx(0.3 + 1.5 * at**1.5, rel=0.15)
     assert found[:, 0] == pytest.approx(0.02 + 0.1 * at, rel=0.15)
 
@@ -178,7 +179,7 @@ def test_a_class_with_too_few_samples_takes_the_figures_of_the_wider_one():
     age, values = noise(generator, 20_000)
     classes = np.full(len(age), 1)
     classes[:40] = 0
-    found = fit_growth(classes, age, values)
+    found = fit_growth(summarize_bins(classes, age, values))
     leo = CLASSES.index(OrbitClass.LEO)
     assert found.source_class[:2].tolist() == [leo, 1]
     assert np.array_equal(found.sigma0[0], found.sigma0[leo])
@@ -187,7 +188,7 @@ def test_a_class_with_too_few_samples_takes_the_figures_of_the_wider_one():
     assert np.isnan(found.sigma_at(np.array([0]), np.array([15.0]))).all(), (
         "of no older age than there are samples"
     )
-    nothing = fit_growth(classes[:50], age[:50], values[:50])
+    nothing = fit_growth(summarize_bins(classes[:50], age[:50], values[:50]))
     assert set(nothing.source_class.tolist()) == {-1}
     assert np.isnan(nothing.sigma_at(np.array([0]), np.array([1.0]))).all()
 
@@ -195,7 +196,7 @@ def test_a_class_with_too_few_samples_takes_the_figures_of_the_wider_one():
 def test_a_curve_ends_where_the_error_is_as_long_as_an_arc():
     generator = np.random.default_rng(3)
     age, values = noise(generator, 40_000)
-    found = fit_growth(np.full(len(age), 0), age, values * 20)
+    found = fit_growth(summarize_bins(np.full(len(age), 0), age, values * 20))
     until = found.until_days[0]
     assert until in AGE_EDGES_DAYS
     assert found.sigma_at(np.array([0]), np.array([until]))[0, 1] < 1.5 * MAX_SIGMA_KM
@@ -212,6 +213,29 @@ def test_an_objects_factor_is_its_own_as_far_as_it_has_samples():
     assert factors[1] == pytest.approx(3.0, rel=0.2)
     assert np.all((factors[2] < 2.0) & (factors[2] > 0.5))
     assert np.array_equal(factors[3], np.ones(5))
+
+
+def test_an_objects_factor_does_not_depend_on_the_objects_before_it():
+    generator = np.random.default_rng(5)
+    owner = np.sort(generator.integers(0, 40, 3_000))
+    size = np.abs(generator.normal(size=(3_000, 5)))
+    _, factors = object_factors(owner, 40, size)
+    late = owner >= 30
+    _, alone = object_factors(owner[late] - 30, 10, size[late])
+    assert np.array_equal(alone, factors[30:])
+
+
+def test_a_part_of_a_history_gives_the_differences_of_the_whole():
+    whole = joined(history(20, 9, 1.0, 0.01))
+    first_pairs = FirstPairs.from_counts(*count_pairs(whole))
+    differences = compute_differences(whole)
+    for numbers in (np.arange(1, 8), np.array([8, 19]), np.arange(1, 21)):
+        rows = np.flatnonzero(np.isin(whole.sat_no, numbers))
+        part = compute_differences(whole.take(rows), first_pairs)
+        wanted = differences.take(np.isin(whole.sat_no[differences.older], numbers))
+        assert np.array_equal(rows[part.older], wanted.older)
+        assert np.array_equal(part.age_days, wanted.age_days)
+        assert np.array_equal(part.values, wanted.values)
 
 
 def told(elements: Elements) -> list[tuple[int, str, JumpSign]]:
@@ -245,7 +269,7 @@ def test_two_objects_that_are_taken_for_each_other_are_reported():
     elements = joined(parts)
     assert {one[:2] for one in told(elements)} == {(8, JumpKind.SWAP), (9, JumpKind.SWAP)}
     found = build_error_model(elements)
-    assert elements.sat_no[found.jumps.swapped_set].tolist() == [9, 8]
+    assert elements.sat_no[found.swapped_set].tolist() == [9, 8]
 
 
 def test_jumps_do_not_make_the_error_larger():

@@ -6,32 +6,24 @@ and `element_jumps` the element sets that do not continue the earlier ones.
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import dagster as dg
-import numpy as np
 import polars as pl
-import pyarrow.compute as pc
 from pydantic import Field
 from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import NoSuchTableError
-from pyiceberg.expressions import GreaterThanOrEqual
-from pyiceberg.table import Table
+from pyspark.sql import DataFrame
 
-from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
+from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import GROUP
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY
 from branchlake_dagster.sda.assets.upkeep import OWNERS
 from branchlake_dagster.sda.contracts import ElementError, ElementJump, ObjectError
-from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.reports.pictures import draw_chart, to_markdown
 from branchlake_dagster.sda.trust.classes import OWN_CLASSES
-from branchlake_dagster.sda.trust.model import build_error_model
+from branchlake_dagster.sda.trust.distributed import compute_error_model
 from branchlake_dagster.sda.trust.tables import PublishedErrors
-from branchlake_dagster.sda.trust.tables import element_errors as errors_of
-from branchlake_dagster.sda.trust.tables import element_jumps as jumps_of
-from branchlake_dagster.sda.trust.tables import object_errors as objects_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +45,7 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
         key=key,
         description=description,
         owners=OWNERS,
-        kinds={"iceberg", "numpy"},
+        kinds={"iceberg", "spark"},
         metadata=table_metadata(write_mode="replace_table", require_checks=True) | column_metadata(model),
     )
 
@@ -61,7 +53,7 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
 @dg.multi_asset(
     name="element_trust",
     group_name=GROUP,
-    deps=[ELEMENT_HISTORY],
+    ins={"element_history": dg.AssetIn(ELEMENT_HISTORY, partition_mapping=dg.AllPartitionMapping())},
     outs={
         "element_errors": _out(
             ELEMENT_ERRORS,
@@ -81,52 +73,27 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
     },
 )
 def element_trust(
-    context: dg.AssetExecutionContext, config: ErrorsConfig, lakehouse: LakehouseResource
-) -> Iterator[dg.Output[pl.DataFrame]]:
+    context: dg.AssetExecutionContext, config: ErrorsConfig, element_history: DataFrame
+) -> Iterator[dg.Output[DataFrame]]:
     """Compare each element set with later ones of the same object, and derive its error by its age."""
-    table = lakehouse.catalog().load_table(tuple(ELEMENT_HISTORY.path))
-    history = history_of(table, config.history_days)
-    model = build_error_model(history)
-    objects = len(model.sat_no)
-    context.log.info(
-        f"{len(history):,} element sets of {objects:,} objects, {len(model.differences):,} differences, "
-        f"{int(model.is_affected.sum()):,} of them across one of {len(model.jumps.pair):,} jumps."
-    )
-    errors = errors_of(model, history)
-    yield dg.Output(
-        errors,
-        "element_errors",
-        metadata={
-            "element_sets": len(history),
-            "differences": len(model.differences),
-            "left_out_across_jumps": int(model.is_affected.sum()),
-            "along_the_track": dg.MetadataValue.md(to_markdown(draw_growth(errors), "Error against age")),
-        },
-    )
-    yield dg.Output(objects_of(model, history), "object_errors", metadata={"objects": objects})
-    found = jumps_of(model, history)
-    kinds = found.group_by("kind").len().sort("kind")
-    yield dg.Output(found, "element_jumps", metadata={"kinds": dict(kinds.iter_rows())})
-
-
-def history_of(table: Table, days: float) -> Elements:
-    """Load the element sets whose epoch is within `days` days before the newest epoch in the table.
-
-    The rows are sorted by object and epoch, and each epoch of an object occurs once: of several sets with the
-    same epoch, the one that was collected last is kept. An empty table gives empty elements.
-    """
-    epochs = table.scan(selected_fields=("epoch",)).to_arrow().column("epoch")
-    newest = cast("datetime | None", pc.max(epochs).as_py())
-    if newest is None:
-        return Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
-    oldest = newest - timedelta(days=days)
-    scan = table.scan(
-        row_filter=GreaterThanOrEqual("epoch", oldest.isoformat()),
-        selected_fields=(*Elements.COLUMNS, "collected_at", "snapshot_id"),
-    )
-    # If two files have different sets of one epoch, the later one is a correction.
-    sets = pl.DataFrame(scan.to_arrow()).sort("sat_no", "epoch", "collected_at", "snapshot_id")
-    return Elements.from_arrow(sets.unique(["sat_no", "epoch"], keep="last", maintain_order=True).to_arrow())
+    with compute_error_model(element_history, config.history_days) as model:
+        context.log.info(
+            f"{model.element_sets:,} element sets of {model.objects:,} objects, {model.differences:,} "
+            f"differences, {model.affected:,} of them across one of {sum(model.jumps.values()):,} jumps."
+        )
+        errors = pl.DataFrame(pl.from_arrow(model.element_errors.toArrow()))
+        yield dg.Output(
+            model.element_errors,
+            "element_errors",
+            metadata={
+                "element_sets": model.element_sets,
+                "differences": model.differences,
+                "left_out_across_jumps": model.affected,
+                "along_the_track": dg.MetadataValue.md(to_markdown(draw_growth(errors), "Error against age")),
+            },
+        )
+        yield dg.Output(model.object_errors, "object_errors", metadata={"objects": model.objects})
+        yield dg.Output(model.element_jumps, "element_jumps", metadata={"kinds": model.jumps})
 
 
 def draw_growth(errors: pl.DataFrame) -> "Figure":

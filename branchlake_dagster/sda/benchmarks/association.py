@@ -19,14 +19,13 @@ from rich.table import Table
 from branchlake_dagster.sda.association.arrow import associate_table
 from branchlake_dagster.sda.association.predictions import PredictedCatalog
 from branchlake_dagster.sda.benchmarks.association_scene import CLUTTER, Scene, simulate_scene
+from branchlake_dagster.sda.benchmarks.whole_history_model import build_error_model
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensor_kinds.registered import SENSOR_KINDS, measurement_models
 from branchlake_dagster.sda.trust.classes import semi_major_axis
-from branchlake_dagster.sda.trust.model import build_error_model
-from branchlake_dagster.sda.trust.tables import PublishedErrors, element_errors, object_errors
 from branchlake_dagster.sda.windows import micros
 
 _OBJECTS = 16_000
@@ -185,8 +184,7 @@ def read_catalogs(files: Sequence[Path], hours: float, say: Callable[[str], None
         .sort("sat_no", "epoch")
         .to_arrow()
     )
-    model = build_error_model(history)
-    errors = PublishedErrors.from_tables(element_errors(model, history), object_errors(model, history))
+    errors = build_error_model(history).to_published()
     say(f"error model of {len(history):,} element sets; prediction by {files[-2].name}")
     # The truth is best near its epochs, of which the last percent may be in the future.
     newest = int(np.quantile(truth.epoch_micros, 0.99))

@@ -58,22 +58,62 @@ class Differences:
         )
 
 
-def compute_differences(history: Elements) -> Differences:
+@dataclass(frozen=True)
+class FirstPairs:
+    """The numbers of each object's first pairs, where all pairs of a history are numbered.
+
+    Pairs are numbered by lag, object and epoch. ``sat_no`` (n,) is sorted, and ``first`` (n, lags) has the
+    number of the object's first pair of each of `LAGS`. The number of a pair determines its instant, so a
+    part of the history gives the same differences as the whole history.
+    """
+
+    sat_no: npt.NDArray[np.int64]
+    first: Rows
+
+    @classmethod
+    def from_counts(cls, sat_no: npt.NDArray[np.int64], counts: Rows) -> FirstPairs:
+        """Number the pairs of all objects. ``counts`` (n, lags) is the number of pairs by object and lag."""
+        order = np.argsort(sat_no)
+        by_lag = counts[order].T
+        first = np.cumsum(by_lag.ravel()) - by_lag.ravel()
+        return cls(sat_no[order], first.reshape(by_lag.shape).T)
+
+    def number_pairs(self, sat_no: npt.NDArray[np.int64], lag: Rows) -> Rows:
+        """Return the numbers (k,) of pairs that are sorted by lag, object and epoch."""
+        lag_index = np.searchsorted(LAGS, lag)
+        is_first = np.ones(len(lag), np.bool_)
+        is_first[1:] = (sat_no[1:] != sat_no[:-1]) | (lag_index[1:] != lag_index[:-1])
+        group_starts = np.flatnonzero(is_first)
+        position = np.arange(len(lag)) - group_starts[np.cumsum(is_first) - 1]
+        return np.asarray(self.first[np.searchsorted(self.sat_no, sat_no), lag_index] + position)
+
+
+def count_pairs(history: Elements) -> tuple[npt.NDArray[np.int64], Rows]:
+    """Return the objects (n,) of a history, and their numbers of pairs (n, lags), for `FirstPairs`."""
+    sat_nos, object_index = np.unique(history.sat_no, return_inverse=True)
+    older, _, lags, _ = _select_pairs(history)
+    cells = object_index[older] * len(LAGS) + np.searchsorted(LAGS, lags)
+    counts = np.bincount(cells, minlength=len(sat_nos) * len(LAGS))
+    return sat_nos, counts.reshape(len(sat_nos), len(LAGS)).astype(np.int64)
+
+
+def compute_differences(history: Elements, first_pairs: FirstPairs | None = None) -> Differences:
     """Compute all differences of a history up to `MAX_AGE_DAYS`.
 
-    The history must be sorted by ``sat_no`` and epoch, without repeated epochs. Pairs with a state that SGP4
-    cannot compute are left out.
+    Pairs with a state that SGP4 cannot compute are left out.
+
+    Args:
+        history: Element sets, sorted by ``sat_no`` and epoch, without repeated epochs.
+        first_pairs: The numbers of the pairs, if ``history`` is a part of a larger history. The part must
+            have all sets of its objects.
     """
-    count = len(history)
-    older = np.concatenate([np.arange(max(0, count - lag)) for lag in LAGS]).astype(np.int64)
-    lags = np.repeat(np.array(LAGS), [max(0, count - lag) for lag in LAGS]).astype(np.int64)
-    newer = older + lags
-    age = (history.epoch_micros[newer] - history.epoch_micros[older]) / DAY_MICROS
-    is_same_object = history.sat_no[older] == history.sat_no[newer]
-    keep = np.flatnonzero(is_same_object & (age >= MIN_AGE_DAYS) & (age <= MAX_AGE_DAYS))
-    older, newer, lags, age = older[keep], newer[keep], lags[keep], age[keep]
+    older, newer, lags, age = _select_pairs(history)
+    if first_pairs is None:
+        number = np.arange(len(older))
+    else:
+        number = first_pairs.number_pairs(history.sat_no[older], lags)
     motion = _element_column(history, "mean_motion")[newer]
-    days_before_newer = np.minimum((np.arange(len(older)) * _GOLDEN) % 1.0 / motion, age / 2)
+    days_before_newer = np.minimum((number * _GOLDEN) % 1.0 / motion, age / 2)
     micros = history.epoch_micros[newer] - (days_before_newer * DAY_MICROS).astype(np.int64)
     older_position, _ = states_at(history, older, micros)
     newer_position, velocity = states_at(history, newer, micros)
@@ -87,6 +127,18 @@ def compute_differences(history: Elements) -> Differences:
     return Differences(older, newer, lags, age - days_before_newer, values).take(
         np.isfinite(values).all(axis=1)
     )
+
+
+def _select_pairs(history: Elements) -> tuple[Rows, Rows, Rows, Floats]:
+    """Return the compared pairs, sorted by lag, object and epoch: older and newer rows, lag, and age."""
+    count = len(history)
+    older = np.concatenate([np.arange(max(0, count - lag)) for lag in LAGS]).astype(np.int64)
+    lags = np.repeat(np.array(LAGS), [max(0, count - lag) for lag in LAGS]).astype(np.int64)
+    newer = older + lags
+    age = (history.epoch_micros[newer] - history.epoch_micros[older]) / DAY_MICROS
+    is_same_object = history.sat_no[older] == history.sat_no[newer]
+    keep = np.flatnonzero(is_same_object & (age >= MIN_AGE_DAYS) & (age <= MAX_AGE_DAYS))
+    return older[keep], newer[keep], lags[keep], age[keep]
 
 
 def _element_differences(history: Elements, older: Rows, newer: Rows, age: Floats) -> tuple[Floats, Floats]:

@@ -39,15 +39,37 @@ _MIN_SIGMA0 = np.array([0.005, 0.02, 0.005, 1e-4, 1e-5])
 
 
 @dataclass(frozen=True)
+class BinStatistics:
+    """Statistics of differences by class (c, in the order of `CLASSES`), age bin (b) and axis (as in `AXES`).
+
+    ``count`` and ``age_days`` are (c, b); ``sigma``, ``p95`` and ``median`` are (c, b, 5). All but ``count``
+    are NaN where there are too few samples.
+    """
+
+    count: npt.NDArray[np.int64]
+    age_days: Floats
+    sigma: Floats
+    p95: Floats
+    median: Floats
+
+    @classmethod
+    def without_samples(cls) -> BinStatistics:
+        """Return the statistics of no differences, to be filled in."""
+        shape = (len(CLASSES), AGE_BINS)
+        return cls(
+            np.zeros(shape, np.int64),
+            np.full(shape, np.nan),
+            *(np.full((*shape, len(AXES)), np.nan) for _ in range(3)),
+        )
+
+
+@dataclass(frozen=True)
 class ErrorGrowth:
-    """Error curves and statistics by class (c, in the order of `CLASSES`) and axis (5, as in `AXES`).
+    """Error curves by class (c, in the order of `CLASSES`) and axis (5, as in `AXES`), and their statistics.
 
     ``sigma0``, ``rate`` and ``power`` (c, 5) are the curves, NaN if unknown. ``source_class`` (c,) is the
     index of the class with the samples of the curve, or -1. ``until_days`` (c,) is the maximum age of the
     curve.
-
-    The statistics by age bin (b) are ``count`` and ``age_days`` (c, b), and ``sigma``, ``p95`` and ``median``
-    (c, b, 5). They are NaN where there are too few samples.
     """
 
     sigma0: Floats
@@ -55,11 +77,7 @@ class ErrorGrowth:
     power: Floats
     source_class: npt.NDArray[np.int64]
     until_days: Floats
-    count: npt.NDArray[np.int64]
-    age_days: Floats
-    sigma: Floats
-    p95: Floats
-    median: Floats
+    statistics: BinStatistics
 
     def sigma_at(self, classes: npt.NDArray[np.int64], age_days: Floats) -> Floats:
         """Return one sigma of each axis (k, 5) for objects of these classes and ages; NaN where unknown."""
@@ -80,34 +98,47 @@ def evaluate_curve(
     return np.asarray(np.where(is_covered, sigma0 + rate * age**power, np.nan))
 
 
-def fit_growth(
-    classes: npt.NDArray[np.int64], age_days: Floats, values: Floats, *, max_sigma_km: float = MAX_SIGMA_KM
-) -> ErrorGrowth:
-    """Fit curves of the error against age to differences of element sets.
+def find_age_bins(age_days: Floats) -> npt.NDArray[np.int64]:
+    """Return the index of the age bin (k,) of each age between `MIN_AGE_DAYS` and `MAX_AGE_DAYS`."""
+    return np.asarray(np.digitize(age_days, AGE_EDGES_DAYS) - 1, np.int64)
+
+
+def summarize_bins(classes: npt.NDArray[np.int64], age_days: Floats, values: Floats) -> BinStatistics:
+    """Summarize differences of element sets by class and age bin.
+
+    The statistics of a bin depend on the differences of this bin only, in any order.
 
     Args:
         classes: (k,) The orbit class of each difference, an index of `CLASSES`.
         age_days: (k,) The age of the older set, days.
         values: (k, 5) The differences along `AXES`.
-        max_sigma_km: A curve ends before the age at which the error along the track exceeds this value.
     """
-    n, axes = len(CLASSES), values.shape[1]
-    count = np.zeros((n, AGE_BINS), np.int64)
-    age = np.full((n, AGE_BINS), np.nan)
-    sigma, p95, median = (np.full((n, AGE_BINS, axes), np.nan) for _ in range(3))
-    bins = np.digitize(age_days, AGE_EDGES_DAYS) - 1
-    for code, name in enumerate(CLASSES):
-        in_class = member_classes(name)[classes]
-        for age_bin in range(AGE_BINS):
-            rows = np.flatnonzero(in_class & (bins == age_bin))
-            count[code, age_bin] = len(rows)
+    statistics = BinStatistics.without_samples()
+    bins = find_age_bins(age_days)
+    for age_bin in range(AGE_BINS):
+        in_bin = np.flatnonzero(bins == age_bin)
+        for code, name in enumerate(CLASSES):
+            rows = in_bin[member_classes(name)[classes[in_bin]]]
+            statistics.count[code, age_bin] = len(rows)
             if len(rows) >= MIN_SAMPLES:
                 magnitude = np.abs(values[rows])
-                age[code, age_bin] = np.median(age_days[rows])
-                sigma[code, age_bin], p95[code, age_bin] = np.quantile(
+                statistics.age_days[code, age_bin] = np.median(age_days[rows])
+                statistics.sigma[code, age_bin], statistics.p95[code, age_bin] = np.quantile(
                     magnitude, [ONE_SIGMA_QUANTILE, 0.95], axis=0
                 )
-                median[code, age_bin] = np.median(values[rows], axis=0)
+                statistics.median[code, age_bin] = np.median(values[rows], axis=0)
+    return statistics
+
+
+def fit_growth(statistics: BinStatistics, *, max_sigma_km: float = MAX_SIGMA_KM) -> ErrorGrowth:
+    """Fit curves of the error against age to the statistics of all classes.
+
+    Args:
+        statistics: The statistics of all bins.
+        max_sigma_km: A curve ends before the age at which the error along the track exceeds this value.
+    """
+    n, axes = len(CLASSES), len(AXES)
+    age, sigma = statistics.age_days, statistics.sigma
     curve_parameters = np.full((3, n, axes), np.nan)
     until_days = np.zeros(n)
     source_class = np.full(n, -1)
@@ -130,18 +161,8 @@ def fit_growth(
                 until_days[wider],
                 curve_parameters[:, wider],
             )
-    return ErrorGrowth(
-        curve_parameters[0],
-        curve_parameters[1],
-        curve_parameters[2],
-        source_class,
-        until_days,
-        count,
-        age,
-        sigma,
-        p95,
-        median,
-    )
+    sigma0, rate, power = curve_parameters
+    return ErrorGrowth(sigma0, rate, power, source_class, until_days, statistics)
 
 
 def member_classes(name: OrbitClass) -> npt.NDArray[np.bool_]:
@@ -205,16 +226,18 @@ def object_factors(
     is_valid = np.isfinite(ratio).all(axis=1)
     object_index, ratio = object_index[is_valid], ratio[is_valid]
     samples = np.bincount(object_index, minlength=count)
-    group_ends = np.cumsum(samples)
-    quantile_index = (group_ends - samples) + quantile * np.maximum(samples - 1, 0)
+    first = np.cumsum(samples) - samples
     has_samples = samples > 0
+    # Positions count from each object's first ratio, so that rounding does not depend on the other objects.
+    position = quantile * (samples[has_samples] - 1)
+    low = np.floor(position).astype(np.int64)
+    upper_weight = position - low
+    low_row = first[has_samples] + low
+    high_row = first[has_samples] + np.minimum(low + 1, samples[has_samples] - 1)
     factors = np.ones((count, ratio.shape[1]))
     for axis in range(ratio.shape[1]):
         ordered = ratio[np.lexsort((ratio[:, axis], object_index)), axis]
-        low = np.floor(quantile_index[has_samples]).astype(np.int64)
-        high = np.minimum(low + 1, group_ends[has_samples] - 1)
-        upper_weight = quantile_index[has_samples] - low
-        factors[has_samples, axis] = ordered[low] * (1 - upper_weight) + ordered[high] * upper_weight
+        factors[has_samples, axis] = ordered[low_row] * (1 - upper_weight) + ordered[high_row] * upper_weight
     own_weight = samples / (samples + SHRINK_SAMPLES)
     bounded_factors = np.clip(factors, 1 / MAX_FACTOR, MAX_FACTOR)
     return samples, np.asarray(bounded_factors ** own_weight[:, None])

@@ -62,22 +62,22 @@ class Jumps:
     """The m candidates for jumps.
 
     ``pair`` (m,) is the row of the differences, ``sign`` the index in `JUMP_SIGNS`, ``sigmas`` the size of
-    the jump in sigmas and ``kind`` a `JumpKind`. ``swapped_set`` is the row in the history of the other
-    object's set that the object was taken for, or -1.
+    the jump in sigmas and ``kind`` a `JumpKind`.
     """
 
     pair: Rows
     sign: Rows
     sigmas: Floats
     kind: npt.NDArray[np.str_]
-    swapped_set: Rows
 
 
-def find_jumps(history: Elements, differences: Differences, expected_sigma: Floats) -> Jumps:
-    """Find candidates for jumps among differences.
+def find_jumps(set_count: int, differences: Differences, expected_sigma: Floats) -> Jumps:
+    """Find candidates for jumps among differences. Each jump depends on the differences of its object only.
+
+    No jump has the kind `SWAP`, because this needs the jumps of all objects (`find_swaps`).
 
     Args:
-        history: the element sets of the differences.
+        set_count: The number of element sets to which the rows ``older`` and ``newer`` refer.
         differences: k differences, of lags 1 and 2 at least.
         expected_sigma: (k, 5) one sigma of each difference, NaN where unknown.
 
@@ -87,8 +87,7 @@ def find_jumps(history: Elements, differences: Differences, expected_sigma: Floa
     is_outside = (ratio > MIN_SIGMAS) & (
         size > np.array([_MIN_JUMP[AXES[column]] for column in _JUMP_COLUMNS])
     )
-    n = len(history)
-    pair_before, pair_around = (np.full(n, -1) for _ in range(2))
+    pair_before, pair_around = (np.full(set_count, -1) for _ in range(2))
     for lag, pair_of_set in ((1, pair_before), (2, pair_around)):
         rows = np.flatnonzero(differences.lag == lag)
         pair_of_set[differences.newer[rows] if lag == 1 else differences.older[rows] + 1] = rows
@@ -113,38 +112,42 @@ def find_jumps(history: Elements, differences: Differences, expected_sigma: Floa
     )
     kind = np.where(has_next, JumpKind.MANOEUVRE.value, JumpKind.UNCONFIRMED.value).astype("<U16")
     kind[is_lone] = JumpKind.LONE_SET.value
-    swapped_set = _find_swapped_sets(history, differences, pair)
-    kind[swapped_set >= 0] = JumpKind.SWAP.value
-    return Jumps(pair, sign, ratio[pair, sign], kind, swapped_set)
+    return Jumps(pair, sign, ratio[pair, sign], kind)
 
 
-def _find_swapped_sets(history: Elements, differences: Differences, pair: Rows) -> Rows:
-    """Find, for each jump, the older set of another object that the newer set continues.
+def find_swaps(older: Elements, newer: Elements) -> Rows:
+    """Find, for each of m jumps, the jump of another object whose older orbit the newer set continues.
 
-    The result has rows of the history, and -1 unless the two jumps continue each other's orbit.
+    Args:
+        older: The sets (m,) before the jumps.
+        newer: The sets (m,) that jump.
+
+    Returns:
+        The index (m,) of the other jump, and -1 unless the two jumps continue each other's orbit.
     """
-    swapped_sets = np.full(len(pair), -1)
-    if len(pair) < 2:
-        return swapped_sets
-    older, newer = differences.older[pair], differences.newer[pair]
-    orbit_points = _orbit_normal_points(history)
-    neighbors = cKDTree(orbit_points[older]).query(orbit_points[newer], k=min(_NEIGHBOR_COUNT, len(pair)))[1]
-    jump_index, candidate = np.repeat(np.arange(len(pair)), neighbors.shape[1]), neighbors.ravel()
-    days = (history.epoch_micros[newer[jump_index]] - history.epoch_micros[older[candidate]]) / 86_400e6
-    is_other_object = history.sat_no[older[candidate]] != history.sat_no[newer[jump_index]]
+    count = len(older)
+    swaps = np.full(count, -1)
+    if count < 2:
+        return swaps
+    neighbors = cKDTree(_orbit_normal_points(older)).query(
+        _orbit_normal_points(newer), k=min(_NEIGHBOR_COUNT, count)
+    )[1]
+    jump_index, candidate = np.repeat(np.arange(count), neighbors.shape[1]), neighbors.ravel()
+    days = (newer.epoch_micros[jump_index] - older.epoch_micros[candidate]) / 86_400e6
+    is_other_object = older.sat_no[candidate] != newer.sat_no[jump_index]
     keep = is_other_object & (np.abs(days) <= _MAX_SWAP_DAYS)
     jump_index, candidate = jump_index[keep], candidate[keep]
-    micros = history.epoch_micros[newer[jump_index]]
-    new_position, _ = states_at(history, newer[jump_index], micros)
-    other_position, _ = states_at(history, older[candidate], micros)
-    old_position, _ = states_at(history, older[jump_index], micros)
+    micros = newer.epoch_micros[jump_index]
+    new_position, _ = states_at(newer, jump_index, micros)
+    other_position, _ = states_at(older, candidate, micros)
+    old_position, _ = states_at(older, jump_index, micros)
     is_closer = np.linalg.norm(other_position - new_position, axis=1) <= _MAX_SWAP_RATIO * np.linalg.norm(
         old_position - new_position, axis=1
     )
     jump_index, candidate = jump_index[is_closer], candidate[is_closer]
-    is_mutual = np.isin(jump_index * len(pair) + candidate, candidate * len(pair) + jump_index)
-    swapped_sets[jump_index[is_mutual]] = older[candidate[is_mutual]]
-    return swapped_sets
+    is_mutual = np.isin(jump_index * count + candidate, candidate * count + jump_index)
+    swaps[jump_index[is_mutual]] = candidate[is_mutual]
+    return swaps
 
 
 def _orbit_normal_points(elements: Elements) -> Floats:
@@ -157,14 +160,3 @@ def _orbit_normal_points(elements: Elements) -> Floats:
         [np.sin(inclination) * np.sin(node), -np.sin(inclination) * np.cos(node), np.cos(inclination)]
     )
     return np.asarray(normal * semi_major_axis(elements)[:, None])
-
-
-def is_affected_by_jump(history: Elements, differences: Differences, jumps: Jumps) -> npt.NDArray[np.bool_]:
-    """Return which differences (k,) span a jump or involve a lone set. They do not show the usual error."""
-    jump_marks = np.zeros(len(history), np.int64)
-    jump_marks[differences.newer[jumps.pair]] = 1
-    jump_counts = np.cumsum(jump_marks)
-    is_lone_set = np.zeros(len(history), np.bool_)
-    is_lone_set[differences.newer[jumps.pair[jumps.kind == JumpKind.LONE_SET.value]]] = True
-    is_across: npt.NDArray[np.bool_] = jump_counts[differences.older] != jump_counts[differences.newer]
-    return is_across | is_lone_set[differences.older] | is_lone_set[differences.newer]
