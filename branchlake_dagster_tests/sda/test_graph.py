@@ -1,8 +1,10 @@
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import dagster as dg
+import polars as pl
 import pytest
 from pyspark.sql import DataFrame
 
@@ -73,39 +75,43 @@ def test_every_table_has_checks():
     assert checked >= OWN_KEYS
 
 
-def ingest(gp: GpSource, snapshot: str):
-    context = dg.build_asset_context(partition_key=snapshot, resources={"gp": gp})
-    return {output.output_name: output.value for output in gp_ingest(context)}
+def ingest(session, gp: GpSource, snapshot: str) -> dict[str, pl.DataFrame]:
+    context = dg.build_asset_context(partition_key=snapshot)
+    outputs = gp_ingest(context, gp=gp, spark=SimpleNamespace(spark_session=session))
+    # Frames are valid until the next output is asked for.
+    return {output.output_name: pl.DataFrame(pl.from_arrow(output.value.toArrow())) for output in outputs}
 
 
-def test_ingest_of_a_file_and_of_simulated_snapshots(tmp_path):
+@pytest.mark.spark
+def test_ingest_of_a_file_and_of_simulated_snapshots(spark_session, tmp_path):
     (tmp_path / "tiny-20260808T0220Z.tle").write_text(f"{NAME}\n{L1}\n{L2}\nGARBAGE\n")
     gp = GpSource(catalogue_dir=str(tmp_path), simulated_objects=80)
-    out = ingest(gp, "tiny-20260808T0220Z")
+    out = ingest(spark_session, gp, "tiny-20260808T0220Z")
     assert out["element_sets"].select("snapshot_id", "sat_no", "data_mode").rows() == [
         ("tiny-20260808T0220Z", 900, "REAL")
     ]
     assert out["rejected_records"].select("snapshot_id", "line_number", "reason").rows() == [
         ("tiny-20260808T0220Z", 4, "orphan_line")
     ]
-    simulated = ingest(gp, "sim-1")
+    simulated = ingest(spark_session, gp, "sim-1")
     assert simulated["element_sets"]["data_mode"].unique().to_list() == ["SIMULATED"]
     assert simulated["element_sets"].height == 80
-    bad = ingest(gp, "sim-bad-1")["rejected_records"].group_by("reason").len()
+    bad = ingest(spark_session, gp, "sim-bad-1")["rejected_records"].group_by("reason").len()
     assert dict(bad.iter_rows()) == {"checksum": 10, "field": 8}
 
 
-def test_unknown_and_empty_snapshots_say_what_to_do(tmp_path):
+@pytest.mark.spark
+def test_unknown_and_empty_snapshots_say_what_to_do(spark_session, tmp_path):
     (tmp_path / "empty.tle").write_text("\n")
     gp = GpSource(catalogue_dir=str(tmp_path))
     with raising(UnknownSnapshotError, tmp_path, source="nowhere"):
-        ingest(gp, "nowhere")
+        ingest(spark_session, gp, "nowhere")
     with pytest.raises(EmptyCatalogueError):
-        ingest(gp, "empty")
+        ingest(spark_session, gp, "empty")
     with raising(UnknownSnapshotError, source=str(tmp_path / "gone")):
         GpSource(catalogue_dir=str(tmp_path / "gone")).files()
     with raising(UnknownSnapshotError, "catalogue_dir", source="active"):
-        ingest(GpSource(), "active")
+        ingest(spark_session, GpSource(), "active")
 
 
 def test_snapshot_ids_are_names_without_endings(tmp_path):
@@ -173,7 +179,8 @@ class Fixed(GpProvider):
         return Pull("fixed", "all", "tle", self.text.encode(), NOW)
 
 
-def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance, tmp_path):
+@pytest.mark.spark
+def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(spark_session, instance, tmp_path):
     def tick(provider: GpProvider, folder: str | None = str(tmp_path / "gp")):
         with dg.build_schedule_context(
             instance=instance,
@@ -189,7 +196,7 @@ def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance
     assert (request.partition_key, request.run_key) == (again.partition_key, again.run_key)
     assert request.partition_key == request.run_key == "fixed-all-20260808T0505Z"
     assert instance.get_dynamic_partitions("gp_snapshots") == ["fixed-all-20260808T0505Z"]
-    out = ingest(GpSource(catalogue_dir=str(tmp_path / "gp")), "fixed-all-20260808T0505Z")
+    out = ingest(spark_session, GpSource(catalogue_dir=str(tmp_path / "gp")), "fixed-all-20260808T0505Z")
     assert out["element_sets"]["sat_no"].to_list() == [900]
     states = [definitions.pull_schedule(running=r).default_status for r in (False, True)]
     assert states == [dg.DefaultScheduleStatus.STOPPED, dg.DefaultScheduleStatus.RUNNING]

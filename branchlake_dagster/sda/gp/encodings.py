@@ -78,11 +78,12 @@ def _is_flat(record: object) -> bool:
     return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
 
 
-def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_csv(file_text: str, source: str, limits: ReadLimits, first_line: int = 1) -> pl.DataFrame:
     """Read CSV whose header holds OMM keywords, in any order and mixed with other names.
 
     A row is marked as broken if its number of fields differs from the header's, if it has a damaged quote, or
-    if it is too long. Quoted values cannot contain line breaks.
+    if it is too long. Quoted values cannot contain line breaks. `first_line` is the number of the text's
+    first line in the file.
 
     Raises:
         UnreadableCatalogueError: the header repeats a name or lacks NORAD_CAT_ID.
@@ -90,7 +91,7 @@ def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """
     lines = (
         pl.DataFrame({"raw_text": pl.Series(file_text.split("\n"), dtype=pl.String)})
-        .with_row_index("line_number", offset=1)
+        .with_row_index("line_number", offset=first_line)
         .with_columns(
             pl.col("line_number").cast(pl.Int64), pl.col("raw_text").str.strip_chars_end(" \t\x00\x1a")
         )
@@ -144,8 +145,10 @@ def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     return pl.concat([complete_rows, broken_rows], how="diagonal").sort("line_number")
 
 
-def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_kvn(file_text: str, source: str, limits: ReadLimits, first_line: int = 1) -> pl.DataFrame:
     """Read keyword = value notation (KVN). Each ``CCSDS_OMM_VERS`` starts a message; units in [] are dropped.
+
+    `first_line` is the number of the text's first line in the file.
 
     Raises:
         UnreadableCatalogueError: the text has no ``CCSDS_OMM_VERS``.
@@ -154,7 +157,7 @@ def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     pair_pattern = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
     lines = (
         pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
-        .with_row_index("line_number", offset=1)
+        .with_row_index("line_number", offset=first_line)
         .filter(pl.col("text").str.strip_chars(" \t\x00\x1a") != "")
         .filter(~pl.col("text").str.contains(r"^\s*COMMENT(\s|$)"))
         .with_columns(

@@ -100,8 +100,10 @@ def _object_id_field(line: str) -> pl.Expr:
     )
 
 
-def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def pair_lines(file_text: str, first_line: int = 1) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Group a file's lines into element sets. No line of the file is dropped silently.
+
+    Lines are numbered from `first_line`.
 
     Returns:
         Element sets with ``name, l1, l2, line_number, raw_text``, and the lines outside of all sets with
@@ -110,7 +112,7 @@ def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """
     lines = (
         pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
-        .with_row_index("line_number", offset=1)
+        .with_row_index("line_number", offset=first_line)
         .with_columns(pl.col("text").str.strip_chars_end(" \t\x00\x1a"))
         .filter(pl.col("text") != "")
     )
@@ -144,15 +146,15 @@ def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     return sets, orphans.select("line_number", pl.col("text").alias("raw_text"))
 
 
-def parse_tle(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Parse TLE text with or without name lines.
+def parse_tle(file_text: str, first_line: int = 1) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Parse TLE text with or without name lines. `first_line` is the number of its first line in the file.
 
     Returns:
         Candidates with ``CANDIDATE_COLUMNS`` (duplicates still in) and rejected rows with
         ``REJECTED_COLUMNS``. No content of the text raises an error.
 
     """
-    sets, orphans = pair_lines(file_text)
+    sets, orphans = pair_lines(file_text, first_line)
     rejected_orphans = build_rejections(
         orphans,
         reason=RejectReason.ORPHAN_LINE,
