@@ -97,7 +97,7 @@ def expected_tables(sets: Elements) -> tuple[list[pl.DataFrame], tuple[int, int,
     return tables, (len(sets), len(model.sat_no), len(model.differences), int(model.is_affected.sum()))
 
 
-def test_the_tables_are_those_of_the_whole_history_and_the_id_tells_models_apart(spark_session, tmp_path):
+def test_the_tables_are_those_of_the_whole_history_and_each_model_has_its_own_id(spark_session, tmp_path):
     rows = jumpy_history()
     sets = compared_sets(rows)
     expected, expected_counts = expected_tables(sets)
