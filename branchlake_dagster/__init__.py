@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.runs.spark_resource import BranchSparkResource
     from branchlake_dagster.settings import Settings
     from branchlake_dagster.tables.specification import table_metadata
+    from branchlake_dagster.tables.worker_table import WorkerTable
 
 __all__ = [
     "AlertFailed",
@@ -96,6 +97,7 @@ __all__ = [
     "Transient",
     "UnpublishedRun",
     "WarmRunLauncher",
+    "WorkerTable",
     "approve_backfill_job",
     "awaiting_verdict",
     "branchlake_definitions",
@@ -223,6 +225,7 @@ _HOMES = {
     "runs.spark_resource": ("BranchSparkResource",),
     "settings": ("Settings",),
     "tables.specification": ("table_metadata",),
+    "tables.worker_table": ("WorkerTable",),
 }
 _FORMER_NAMES = {"consume": "read_changes", "published": "newly_published", "unconsumed": "consumer_backlog"}
 """Deprecated names of version 0.1.0 -> their present names. The deprecated names stay until 1.0."""

@@ -12,9 +12,9 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster.sda.gp.limits import ReadLimits
+from branchlake_dagster.sda.gp.radius_table import read_radius_table
 from branchlake_dagster.sda.gp.records import CatalogueError, TooLargeCatalogueError
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_gp_file
-from branchlake_dagster.sda.registry.radius_table import read_radius_table
 
 SIMULATED_PREFIX = "sim-"
 BAD_PREFIX = "sim-bad-"

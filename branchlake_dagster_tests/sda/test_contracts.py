@@ -22,7 +22,6 @@ from branchlake_dagster.sda.assets.hour_reports import HOUR_REPORTS, REPORT_SCHE
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import (
-    CATALOGUE_COLUMNS,
     ELEMENT_HISTORY,
     MERGE_AUDIT,
     OBJECTS,
@@ -47,7 +46,7 @@ from branchlake_dagster.sda.graph.definitions import fusion_assets
 from branchlake_dagster.sda.graph.sensor_graph import sensor_assets
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
-from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
+from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, CATALOGUE_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.trust.assessment import assess_approaches

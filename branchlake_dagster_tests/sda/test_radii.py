@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.sda.gp.limits import ReadLimits
+from branchlake_dagster.sda.gp.radius_table import read_radius_table
 from branchlake_dagster.sda.gp.records import TooLargeCatalogueError, UnreadableCatalogueError
-from branchlake_dagster.sda.registry.radius_table import read_radius_table
 from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.sda.trust.radii import (
     FROM_DEFAULT,

@@ -13,7 +13,12 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.records import CatalogueError
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, STATES, update_objects
+from branchlake_dagster.sda.registry.life_cycle import (
+    OBJECT_COLUMNS,
+    STATES,
+    LatestSightings,
+    update_objects,
+)
 from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, build_validity_periods, read_satcat
 from branchlake_dagster.sda.registry.sources import SOURCES, feed_name, source_name
@@ -60,6 +65,12 @@ def pull(name: str, *rows: tuple[int, float, float], hours: float | None = None)
     )
 
 
+def latest_sightings(objects: pl.DataFrame) -> LatestSightings:
+    by_feed = objects.drop_nulls("feed").group_by("feed").agg(pl.col("last_seen").max())
+    newest = objects.select(pl.max_horizontal(pl.col("last_seen", "satcat_at").max())).item()
+    return LatestSightings(dict(by_feed.iter_rows()), newest)
+
+
 class Registry:
     """The tables that runs keep, in memory: pulls by snapshot, catalogue, history, objects."""
 
@@ -74,11 +85,13 @@ class Registry:
     def take(self, *pulled: pl.DataFrame, entries: pl.DataFrame = ENTRIES) -> pl.DataFrame:
         rows = pl.concat([pl.DataFrame(schema=PULLED_COLUMNS), *pulled])
         self.pulls.update({one["snapshot_id"][0]: one for one in pulled if one.height})
-        merged = merge_pulled_sets(self.catalogue, rows, self.lookup)
+        merged = merge_pulled_sets(self.catalogue, rows, rows["snapshot_id"].unique().to_list(), self.lookup)
         self.catalogue = merged.winners
         self.history = pl.concat([self.history, select_new_sets(self.history, rows)])
-        self.objects = update_objects(self.objects, merged.winners, rows, entries)
-        self.looked_up += merged.lookup_count
+        updated = update_objects(self.objects, merged.winners, rows, entries, LatestSightings({}, None))
+        latest = latest_sightings(updated)
+        self.objects = update_objects(self.objects, merged.winners, rows, entries, latest)
+        self.looked_up += merged.uncertain_sat_nos.len()
         return merged.audit
 
     def lookup(self, objects: pl.Series) -> pl.DataFrame:

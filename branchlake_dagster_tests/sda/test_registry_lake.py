@@ -11,7 +11,6 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, SATELLITE_ENTRIES, gp_ingest
 from branchlake_dagster.sda.assets.registry import (
-    CATALOGUE_COLUMNS,
     ELEMENT_HISTORY,
     OBJECTS,
     SATELLITES,
@@ -22,7 +21,7 @@ from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_eleme
 from branchlake_dagster.sda.gp.write import format_omm_json
 from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
-from branchlake_dagster.sda.registry.merge import SET_KEY
+from branchlake_dagster.sda.registry.merge import CATALOGUE_COLUMNS, SET_KEY
 from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS

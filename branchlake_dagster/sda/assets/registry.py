@@ -1,18 +1,17 @@
 """Assets of the registry, in the group ``catalogue``: pulls are merged into one catalog of all objects."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import dagster as dg
-import polars as pl
-from pyiceberg.exceptions import NoSuchTableError
-from pyiceberg.expressions import AlwaysTrue, BooleanExpression, GreaterThanOrEqual, In
+from pyiceberg.manifest import DataFile
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
+from branchlake_dagster import LakehouseResource, WorkerTable, column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, ELEMENT_SETS, GROUP, SATELLITE_ENTRIES
 from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OWNERS
 from branchlake_dagster.sda.contracts import (
@@ -23,26 +22,49 @@ from branchlake_dagster.sda.contracts import (
     Satellite,
 )
 from branchlake_dagster.sda.partitions import gp_snapshots, pulls_of
-from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, update_objects
-from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
+from branchlake_dagster.sda.registry.distributed import (
+    AUDIT_ROWS,
+    CATALOGUE_ROWS,
+    COLUMNS_OF_TABLE,
+    CURRENT,
+    ENTRIES,
+    HISTORY,
+    HISTORY_ROWS,
+    OBJECT_ROWS,
+    OBJECTS_BEFORE,
+    PULLED,
+    MergeReport,
+    PulledSnapshots,
+    merge_pulls,
+)
 from branchlake_dagster.sda.registry.periods import (
-    DATED_ENTRY_COLUMNS,
+    arrow_schema,
     build_periods,
     period_schema,
     select_dated_entries,
 )
-from branchlake_dagster.sda.registry.sources import source_name
+from branchlake_dagster.sda.registry.table_files import (
+    column_bound,
+    commit_files,
+    delete_files,
+    list_files,
+    open_table,
+    partition_value,
+)
 from branchlake_dagster.sda.shipping import carried
-from branchlake_dagster.sda.sources import snapshot_time
 
 OBJECTS = dg.AssetKey(["sda", "objects"])
 ELEMENT_HISTORY = dg.AssetKey(["sda", "element_history"])
 MERGE_AUDIT = dg.AssetKey(["sda", "catalog_merge_audit"])
 SATELLITES = dg.AssetKey(["sda", "satellites"])
 
-CATALOGUE_COLUMNS = {**PULLED_COLUMNS, "state": pl.String()}
-_FEW = 2_000
-"""The largest number of objects that are looked up by catalog number. For more, all rows are read."""
+_KEYS = {
+    CATALOGUE_ROWS: CATALOGUE,
+    OBJECT_ROWS: OBJECTS,
+    HISTORY_ROWS: ELEMENT_HISTORY,
+    AUDIT_ROWS: MERGE_AUDIT,
+}
+"""The tables by the names of `COLUMNS_OF_TABLE`."""
 
 # The tables that a run read must be unchanged when it is published. Otherwise two concurrent merges would
 # each leave out the other's sets, and the check across tables would not cover the combined result.
@@ -65,7 +87,7 @@ _EXCLUSIVE = "registry"
             key=CATALOGUE,
             description="Current element set per object of all sources, and the object's state.",
             owners=OWNERS,
-            kinds={"iceberg", "polars"},
+            kinds={"iceberg", "spark"},
             freshness_policy=OF_SNAPSHOTS,
             metadata=table_metadata(
                 write_mode="upsert",
@@ -80,7 +102,7 @@ _EXCLUSIVE = "registry"
             key=OBJECTS,
             description="Every object: when it was seen, its state and its owner.",
             owners=OWNERS,
-            kinds={"iceberg", "polars"},
+            kinds={"iceberg", "spark"},
             freshness_policy=OF_SNAPSHOTS,
             metadata=table_metadata(
                 write_mode="upsert",
@@ -95,7 +117,7 @@ _EXCLUSIVE = "registry"
             key=ELEMENT_HISTORY,
             description="Every different element set that any source has issued, as it was first ingested.",
             owners=OWNERS,
-            kinds={"iceberg", "polars"},
+            kinds={"iceberg", "spark"},
             metadata=table_metadata(
                 write_mode="append", require_checks=True, isolation=_SERIALIZABLE, exclusive=_EXCLUSIVE
             )
@@ -105,7 +127,7 @@ _EXCLUSIVE = "registry"
             key=MERGE_AUDIT,
             description="The outcome of each pulled element set: winner, losers, conflicts.",
             owners=OWNERS,
-            kinds={"iceberg", "polars"},
+            kinds={"iceberg", "spark"},
             metadata=table_metadata(
                 partition_by="snapshot_id", require_checks=True, isolation=_SERIALIZABLE, exclusive=_EXCLUSIVE
             )
@@ -116,147 +138,129 @@ _EXCLUSIVE = "registry"
 def registry(
     context: dg.AssetExecutionContext,
     lakehouse: LakehouseResource,
-    element_sets: pl.DataFrame,
-    satellite_entries: pl.DataFrame,
-) -> Iterator[dg.Output[pl.DataFrame | None]]:
+    element_sets: DataFrame,
+    satellite_entries: DataFrame,
+) -> Iterator[dg.Output[None]]:
     """Merge pulls into the catalog, and record what became of each pulled element set.
 
-    The order in which pulls arrive does not matter. Tables without changes are not written. Otherwise catalog
-    and objects are written whole, because the run holds all rows anyway (`_Tables.changed`).
+    The order in which pulls arrive does not matter. Spark's workers merge the pulls and write the files of
+    all tables. Here the files are committed, table by table, if a row changes. Catalog and objects are then
+    replaced whole, because the merge has all their rows anyway.
     """
-    tables = _Tables(lakehouse, context.run)
+    tables = _RegistryTables(lakehouse, context.run)
     # If the run covers all partitions that Dagster knows, the inputs are whole tables.
-    mine = pl.col("snapshot_id").is_in(pulls_of(context))
-    pulled = _conform_columns(element_sets.filter(mine), PULLED_COLUMNS)
-    entries = _conform_columns(satellite_entries.filter(mine), DATED_ENTRY_COLUMNS)
-    before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
-    objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
-    merged = merge_pulled_sets(before, pulled, tables.all_pulls_of)
-    objects = update_objects(objects_before, merged.winners, pulled, entries)
-    catalogue = merged.winners.join(objects.select("sat_no", "state"), on="sat_no", how="left").select(
-        list(CATALOGUE_COLUMNS)
-    )
-    changed = _changed_rows(before, catalogue)
-    changed_objects = _changed_rows(objects_before, objects)
-    news = select_new_sets(tables.history_since(pulled), pulled)
-    outcomes = merged.audit.group_by("outcome").len().sort("outcome")
-    states = objects.group_by("state").len().sort("state")
+    is_mine = F.col("snapshot_id").isin(pulls_of(context))
+    pulls = tables.find_pulls(pulls_of(context))
+    report = tables.merge(pulls, element_sets.where(is_mine), satellite_entries.where(is_mine))
+    counts = report.counts
     context.log.info(
-        f"{pulled.height} element sets pulled: {news.height} were never seen, {changed.height} of "
-        f"{catalogue.height} objects of the catalogue change, {merged.lookup_count} were looked up."
+        f"{counts['pulled']} element sets pulled: {counts['new']} were never seen, {counts['changed_sets']}"
+        f" of {counts['catalogue']} objects of the catalogue change, {report.looked_up} were looked up."
     )
+    tables.replace(CATALOGUE_ROWS, report, counts["changed_sets"] + counts["withdrawn_sets"])
     yield dg.Output(
-        tables.changed(CATALOGUE, changed, catalogue),
-        "catalogue",
-        metadata={"changed": changed.height, "objects": catalogue.height},
+        None, "catalogue", metadata={"changed": counts["changed_sets"], "objects": counts["catalogue"]}
     )
+    tables.replace(OBJECT_ROWS, report, counts["changed_objects"])
     yield dg.Output(
-        tables.changed(OBJECTS, changed_objects, objects),
-        "objects",
-        metadata={"changed": changed_objects.height, "states": dict(states.iter_rows())},
+        None, "objects", metadata={"changed": counts["changed_objects"], "states": report.counts_of("state")}
     )
-    yield dg.Output(news, "element_history", metadata={"new": news.height})
+    tables.append(HISTORY_ROWS, report)
+    yield dg.Output(None, "element_history", metadata={"new": counts["new"]})
+    tables.replace_snapshots(AUDIT_ROWS, report, pulls_of(context))
     yield dg.Output(
-        merged.audit,
+        None,
         "catalog_merge_audit",
-        metadata={
-            "outcomes": dict(outcomes.iter_rows()),
-            "conflicts": int(merged.audit["conflict"].sum()),
-        },
+        metadata={"outcomes": report.counts_of("outcome"), "conflicts": counts["conflicts"]},
     )
 
 
-class _Tables:
-    """The registry's own tables on the run's branch. Tables that are read here enter the run's read set."""
+class _RegistryTables:
+    """The registry's own tables on the run's branch. Tables that are loaded here enter the run's read set."""
 
     def __init__(self, lakehouse: LakehouseResource, run: dg.DagsterRun) -> None:
         self._catalog = lakehouse.catalog()
+        self._settings = lakehouse.lakehouse.settings
         self._run = run
+        self._tables = {
+            name: open_table(
+                self._catalog,
+                tuple(key.path),
+                arrow_schema(COLUMNS_OF_TABLE[name]),
+                "snapshot_id" if name == AUDIT_ROWS else None,
+            )
+            for name, key in _KEYS.items()
+        }
 
-    def read(
-        self,
-        key: dg.AssetKey,
-        columns: Mapping[str, pl.DataType],
-        rows: BooleanExpression | None = None,
-    ) -> pl.DataFrame:
-        """Return all rows, or those of a filter. A table that does not exist yet gives an empty frame."""
-        try:
-            table = self._catalog.load_table(tuple(key.path))
-        except NoSuchTableError:
-            return pl.DataFrame(schema=columns)
-        there = {field.name for field in table.schema().fields}
-        scan = table.scan(
-            row_filter=rows if rows is not None else AlwaysTrue(),
-            selected_fields=tuple(name for name in columns if name in there),
+    def find_pulls(self, snapshot_ids: Sequence[str]) -> PulledSnapshots:
+        """Find the element sets of these snapshots by the metadata of files. Costs no query."""
+        table = self._catalog.load_table(tuple(ELEMENT_SETS.path))
+        files = list_files(table, "snapshot_id", snapshot_ids)
+        first_epochs = [column_bound(table, file, "epoch", is_upper=False) for file in files]
+        first_epoch = None if None in first_epochs else min(filter(None, first_epochs), default=None)
+        collected_at: dict[str, datetime | None] = {}
+        for file in files:
+            micros = column_bound(table, file, "collected_at", is_upper=True)
+            time = None if micros is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=micros)
+            name = partition_value(table, file, "snapshot_id")
+            earlier = collected_at.get(name, time)
+            collected_at[name] = None if time is None or earlier is None else max(time, earlier)
+        return PulledSnapshots(collected_at, first_epoch)
+
+    def merge(self, pulls: PulledSnapshots, pulled: DataFrame, entries: DataFrame) -> MergeReport:
+        """Merge pulls with the tables. Spark's workers write the results to files."""
+        session = pulled.sparkSession
+
+        def read(key: dg.AssetKey, condition: str = "true") -> DataFrame:
+            return session.table(f"nessie.{'.'.join(key.path)}").where(condition)
+
+        known_sets = (
+            "true" if pulls.first_epoch is None else f"epoch >= timestamp_micros({pulls.first_epoch})"
         )
-        return _conform_columns(pl.DataFrame(pl.from_arrow(scan.to_arrow())), columns)
+        stored = {CATALOGUE_ROWS: CURRENT, OBJECT_ROWS: OBJECTS_BEFORE, HISTORY_ROWS: HISTORY}
+        inputs = {PULLED: pulled, ENTRIES: entries} | {
+            input_name: read(_KEYS[name], known_sets if input_name == HISTORY else "true")
+            for name, input_name in stored.items()
+            if self._tables[name].current_snapshot() is not None
+        }
+        worker_tables = {
+            name: WorkerTable.from_table(table, self._settings) for name, table in self._tables.items()
+        }
+        report = merge_pulls(inputs, pulls, worker_tables, lambda: read(ELEMENT_SETS))
+        for name, file in report.unused_files:
+            delete_files(self._tables[name], [file])
+        return report
 
-    def changed(self, key: dg.AssetKey, rows: pl.DataFrame, whole: pl.DataFrame) -> pl.DataFrame | None:
-        """Bring a table to the rows `whole`. Return the rows that the IO manager must upsert, or None.
+    def replace(self, name: str, report: MergeReport, changed_rows: int) -> None:
+        """Replace all rows of a table, if any row changes. Otherwise delete the files that were written."""
+        table = self._tables[name]
+        if changed_rows:
+            self._commit(name, report.files[name], list_files(table), "replace_table")
+        else:
+            delete_files(table, report.files[name])
 
-        `rows` are the rows of `whole` that differ from the table. The run holds the whole table anyway, and a
-        MERGE in Spark would read it again to write the same files. So the table is overwritten here. If the
-        table does not exist, gets new columns, or has no changed rows, `rows` is returned for the IO manager.
-        """
-        try:
-            table = self._catalog.load_table(tuple(key.path))
-        except NoSuchTableError:
-            return rows
-        names = [field.name for field in table.schema().fields]
-        if not rows.height or set(names) != set(whole.columns):
-            return rows
+    def append(self, name: str, report: MergeReport) -> None:
+        """Add the new rows of a table."""
+        if report.files[name]:
+            self._commit(name, report.files[name], [], "append")
+
+    def replace_snapshots(self, name: str, report: MergeReport, snapshot_ids: Sequence[str]) -> None:
+        """Replace the rows of these snapshots in a table that is partitioned by them."""
+        removed = list_files(self._tables[name], "snapshot_id", snapshot_ids)
+        if removed or report.files[name]:
+            self._commit(name, report.files[name], removed, "replace_partitions")
+
+    def _commit(
+        self, name: str, added: Sequence[DataFile], removed: Sequence[DataFile], write_mode: str
+    ) -> None:
         # The snapshot properties that the IO manager also sets (docs/architecture.md).
-        marks = {
+        properties = {
             "branchlake.run_id": self._run.run_id,
             "branchlake.root_run_id": self._run.root_run_id or self._run.run_id,
-            "branchlake.asset": key.to_user_string(),
-            "branchlake.write_mode": "replace_table",
+            "branchlake.asset": _KEYS[name].to_user_string(),
+            "branchlake.write_mode": write_mode,
         }
-        table.overwrite(whole.select(names).to_arrow(), snapshot_properties=marks)
-        return None
-
-    def all_pulls_of(self, objects: pl.Series) -> pl.DataFrame:
-        """Return all element sets of the given catalog numbers, from all pulls."""
-        chosen = In("sat_no", objects.to_list()) if objects.len() <= _FEW else None
-        found = self.read(ELEMENT_SETS, PULLED_COLUMNS, chosen)
-        return found.filter(pl.col("sat_no").is_in(objects.implode()))
-
-    def history_since(self, pulled: pl.DataFrame) -> pl.DataFrame:
-        """Return the keys (`SET_KEY`) of the stored history from the earliest pulled epoch on."""
-        columns = {name: PULLED_COLUMNS[name] for name in SET_KEY}
-        first = pulled["epoch"].min()
-        if not isinstance(first, datetime):
-            return pl.DataFrame(schema=columns)
-        return self.read(ELEMENT_HISTORY, columns, GreaterThanOrEqual("epoch", first.isoformat()))
-
-
-def _conform_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    """Return a frame with exactly these columns and types.
-
-    Older tables have neither `source` nor `collected_at`. Both are derived from the snapshot's id. If the id
-    has no time, the epoch is used as the time of collection.
-    """
-    absent = [pl.lit(None, dtype=kind).alias(n) for n, kind in columns.items() if n not in frame.columns]
-    frame = frame.with_columns(absent).select(pl.col(n).cast(kind) for n, kind in columns.items())
-    if (
-        not {"collected_at", "snapshot_id", "source"} <= columns.keys()
-        or not frame["collected_at"].null_count()
-    ):
-        return frame
-    ids = frame["snapshot_id"].unique().to_list()
-    times = {one: snapshot_time(one) for one in ids}
-    made = pl.col("snapshot_id").replace_strict(times, return_dtype=columns["collected_at"])
-    whose = pl.col("snapshot_id").replace_strict(
-        {one: source_name(one) for one in ids}, return_dtype=pl.String
-    )
-    return frame.with_columns(
-        collected_at=pl.coalesce("collected_at", made, "epoch"), source=pl.coalesce("source", whose)
-    )
-
-
-def _changed_rows(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of `after` that `before` does not contain with equal values."""
-    return after.join(before, on=after.columns, how="anti", nulls_equal=True)
+        commit_files(self._tables[name], added=added, removed=removed, properties=properties)
 
 
 @dg.asset(

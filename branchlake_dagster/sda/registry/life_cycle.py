@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import polars as pl
 
@@ -53,19 +55,37 @@ OBJECT_COLUMNS: dict[str, pl.DataType] = {
 FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
 
 
+@dataclass(frozen=True)
+class LatestSightings:
+    """The times after one or more pulls on which the states of all objects depend.
+
+    ``by_feed`` is the last sighting of any object that was last seen in the feed. ``newest`` is the latest
+    collection time of the element sets and satellite catalog entries of all objects; None without objects.
+    """
+
+    by_feed: Mapping[str, datetime]
+    newest: datetime | None
+
+
 def update_objects(
-    objects: pl.DataFrame, winners: pl.DataFrame, pulled_sets: pl.DataFrame, entries: pl.DataFrame
+    objects: pl.DataFrame,
+    winners: pl.DataFrame,
+    pulled_sets: pl.DataFrame,
+    entries: pl.DataFrame,
+    latest: LatestSightings,
 ) -> pl.DataFrame:
     """Return all objects (``OBJECT_COLUMNS``) after one or more pulls, sorted by ``sat_no``.
 
     The order of pulls does not matter: each column is a minimum, a maximum or the newest value by collection
-    time, and the state is computed from the whole registry.
+    time. Only the state depends on other objects, by `latest`, so the rows of some objects can be updated
+    apart from the others.
 
     Args:
         objects: the objects before, ``OBJECT_COLUMNS``.
         winners: the merged catalog, see `CatalogueMerge`.
         pulled_sets: the element sets of the pulls, ``PULLED_COLUMNS``.
         entries: rows of satellite catalogs, ``ENTRY_COLUMNS`` with ``collected_at``.
+        latest: the latest sightings of all objects, those of these pulls included.
 
     """
     sightings = _update_sightings(objects, pulled_sets)
@@ -83,7 +103,7 @@ def update_objects(
             object_name=pl.coalesce("_satcat_name", "_name"), object_id=pl.coalesce("_satcat_id", "_id")
         )
     )
-    return joined.with_columns(state=_state_expression()).select(
+    return joined.with_columns(state=_state_expression(latest)).select(
         pl.col(name).cast(kind) for name, kind in OBJECT_COLUMNS.items()
     )
 
@@ -121,12 +141,15 @@ def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
     return ordered.unique("sat_no", keep="last", maintain_order=True)
 
 
-def _state_expression() -> pl.Expr:
-    newest = pl.max_horizontal(pl.col("last_seen").max(), pl.col("satcat_at").max())
+def _state_expression(latest: LatestSightings) -> pl.Expr:
+    newest = pl.lit(latest.newest, dtype=OBJECT_COLUMNS["last_seen"])
+    last_of_feed = pl.col("feed").replace_strict(
+        dict(latest.by_feed), default=None, return_dtype=OBJECT_COLUMNS["last_seen"]
+    )
     is_decayed = pl.col("decay_date").is_not_null() & (
         pl.col("epoch").is_null() | (pl.col("epoch") <= _midnight_utc(pl.col("decay_date")) + DECAY_TOLERANCE)
     )
-    is_gone = pl.col("last_seen").max().over("feed") - pl.col("last_seen") > GONE_AFTER
+    is_gone = last_of_feed - pl.col("last_seen") > GONE_AFTER
     is_old = newest - pl.col("epoch") > STALE_AFTER
     return (
         pl.when(is_decayed)

@@ -14,7 +14,7 @@ Rule 3 needs more than the current winner, so the few objects that it concerns a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -40,6 +40,9 @@ PULLED_COLUMNS: dict[str, pl.DataType] = {
     "collected_at": pl.Datetime("us", "UTC"),
 }
 """Columns of pulled and merged element sets, one row per snapshot and object."""
+
+CATALOGUE_COLUMNS: dict[str, pl.DataType] = {**PULLED_COLUMNS, "state": pl.String()}
+"""Columns of the catalog, one row per object."""
 
 AUDIT_COLUMNS: dict[str, pl.DataType] = {
     "snapshot_id": pl.String(),
@@ -71,13 +74,13 @@ class CatalogueMerge:
     """The result of a merge.
 
     ``winners`` (``PULLED_COLUMNS``) is the whole catalog, one row per object, sorted by ``sat_no``.
-    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set. ``lookup_count`` is the number of objects
-    that were looked up in all pulls.
+    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set, in their order. ``uncertain_sat_nos`` are the
+    objects that were looked up in all pulls.
     """
 
     winners: pl.DataFrame
     audit: pl.DataFrame
-    lookup_count: int
+    uncertain_sat_nos: pl.Series
 
 
 def is_epoch_plausible(collected_at: str = "collected_at") -> pl.Expr:
@@ -85,14 +88,18 @@ def is_epoch_plausible(collected_at: str = "collected_at") -> pl.Expr:
     return pl.col("epoch") <= pl.col(collected_at) + MAX_EPOCH_LEAD
 
 
-def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: SetLookup) -> CatalogueMerge:
+def merge_pulled_sets(
+    current: pl.DataFrame, pulled_sets: pl.DataFrame, snapshot_ids: Sequence[str], lookup: SetLookup
+) -> CatalogueMerge:
     """Merge pulled element sets into the catalog.
 
-    The result does not depend on the order of pulls, nor on their repetition.
+    The result does not depend on the order of pulls, nor on their repetition. Objects are independent of each
+    other, so the rows of some objects can be merged apart from the others.
 
     Args:
         current: the catalog before, ``PULLED_COLUMNS``.
         pulled_sets: element sets of one or more pulls.
+        snapshot_ids: the snapshots of the pulls, also of those without a set in ``pulled_sets``.
         lookup: called at most once, with the objects for which rule 3 or a withdrawn set needs all pulls.
 
     """
@@ -101,7 +108,7 @@ def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: 
     # A set with an epoch too far in the future would never be replaced, so it does not compete.
     future_sets = current.filter(~is_epoch_plausible())
     current_sets = current.select(names).filter(is_epoch_plausible())
-    current_sets, withdrawn_sat_nos = _drop_withdrawn_sets(current_sets, pulled_sets)
+    current_sets, withdrawn_sat_nos = _drop_withdrawn_sets(current_sets, pulled_sets, snapshot_ids)
     candidates = pl.concat([current_sets, pulled_sets.filter(is_epoch_plausible())]).with_columns(
         _rank=source_rank()
     )
@@ -125,7 +132,7 @@ def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: 
     # An object without any other set keeps its row; its state becomes invalid.
     unreplaced_sets = future_sets.select(names).join(winners, on="sat_no", how="anti")
     winners = pl.concat([winners, unreplaced_sets]).sort("sat_no")
-    return CatalogueMerge(winners, _build_audit(pulled_sets, winners), uncertain_sat_nos.len())
+    return CatalogueMerge(winners, _build_audit(pulled_sets, winners), uncertain_sat_nos)
 
 
 def _is_top_ranked() -> pl.Expr:
@@ -136,15 +143,14 @@ def _is_top_ranked() -> pl.Expr:
 
 
 def _drop_withdrawn_sets(
-    current_sets: pl.DataFrame, pulled_sets: pl.DataFrame
+    current_sets: pl.DataFrame, pulled_sets: pl.DataFrame, snapshot_ids: Sequence[str]
 ) -> tuple[pl.DataFrame, pl.Series]:
     """Drop current sets that a repeated pull of the same GP snapshot no longer contains.
 
     Returns the remaining sets and the catalog numbers of the dropped ones. A GP snapshot is a provider's file
     of one collection time.
     """
-    snapshot_ids = pulled_sets["snapshot_id"].unique()
-    sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(snapshot_ids.implode()))
+    sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(list(snapshot_ids)))
     withdrawn_sat_nos = sets_of_snapshots.join(
         pulled_sets, on=["snapshot_id", *SET_KEY], how="anti", nulls_equal=True
     )["sat_no"]
@@ -195,7 +201,7 @@ def _build_audit(pulled_sets: pl.DataFrame, winners: pl.DataFrame) -> pl.DataFra
         .then(pl.lit("repeated"))
         .otherwise(pl.lit("won"))
     )
-    joined = pulled_sets.join(winner_values, on="sat_no", how="left")
+    joined = pulled_sets.join(winner_values, on="sat_no", how="left", maintain_order="left")
     return joined.with_columns(outcome=outcome, conflict=is_same_epoch & ~has_same_elements).select(
         pl.col(name).cast(kind) for name, kind in AUDIT_COLUMNS.items()
     )

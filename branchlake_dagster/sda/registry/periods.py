@@ -38,7 +38,7 @@ def select_dated_entries(entries: DataFrame) -> DataFrame:
             (F.col(field.name) if field.name in existing else F.lit(None))
             .cast(field.dataType)
             .alias(field.name)
-            for field in from_arrow_schema(_arrow_schema(DATED_ENTRY_COLUMNS))
+            for field in from_arrow_schema(arrow_schema(DATED_ENTRY_COLUMNS))
         )
     )
 
@@ -65,10 +65,10 @@ def period_schema() -> pa.Schema:
     Not a constant: Polars would start its threads while the code location is imported, and runs could not be
     forked from that process.
     """
-    return _arrow_schema(PERIOD_COLUMNS)
+    return arrow_schema(PERIOD_COLUMNS)
 
 
-def _arrow_schema(columns: Mapping[str, pl.DataType]) -> pa.Schema:
+def arrow_schema(columns: Mapping[str, pl.DataType]) -> pa.Schema:
     """Return the Arrow types of columns. Spark expects strings, where Polars has large strings."""
     schema = pl.DataFrame(schema=columns).to_arrow(compat_level=pl.CompatLevel.oldest()).schema
     return pa.schema(

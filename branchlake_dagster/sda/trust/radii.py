@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from branchlake_dagster.sda.registry.radius_table import RADIUS_COLUMNS
+from branchlake_dagster.sda.gp.radius_table import RADIUS_COLUMNS
 
 DEFAULT_RADIUS_M = 5.0
 """The radius of an object of unknown size: a satellite ten meters across."""
