@@ -31,9 +31,11 @@ from branchlake_dagster.sda.registry.distributed import (
     OBJECTS_BEFORE,
     PULLED,
     PulledSnapshots,
+    dump_sightings,
+    load_sightings,
     merge_pulls,
 )
-from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, STATES
+from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, STATES, LatestSightings
 from branchlake_dagster.sda.registry.merge import (
     CATALOGUE_COLUMNS,
     OUTCOMES,
@@ -85,9 +87,7 @@ class SparkRegistry:
         self.pulls: dict[str, pl.DataFrame] = {}
         self.looked_up = 0
         self.repetitions = 0
-        self.create_tables(catalog)
-
-    def create_tables(self, catalog: InMemoryCatalog) -> None:
+        self.latest: LatestSightings | None = None
         self.tables = {
             name: open_table(
                 catalog,
@@ -121,10 +121,13 @@ class SparkRegistry:
         collected_at = dict(pulled.group_by("snapshot_id").agg(pl.col("collected_at").max()).iter_rows())
         report = merge_pulls(
             {name: self.frame(rows) for name, rows in inputs.items()},
-            PulledSnapshots(collected_at),
+            PulledSnapshots(collected_at, entries["collected_at"].max()),
             self.worker_tables(),
             lambda: self.frame(pl.concat(self.pulls.values())),
+            # Every other run does not know them.
+            self.latest if len(self.pulls) % 2 else None,
         )
+        self.latest = load_sightings(dump_sightings(report.latest))
         for name, table in self.tables.items():
             whole = name in (CATALOGUE_ROWS, OBJECT_ROWS)
             removed = list_files(table) if whole else []

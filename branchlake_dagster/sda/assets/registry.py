@@ -1,12 +1,13 @@
 """Assets of the registry, in the group ``catalogue``: pulls are merged into one catalog of all objects."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import dagster as dg
 from pyiceberg.manifest import DataFile
+from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -35,6 +36,8 @@ from branchlake_dagster.sda.registry.distributed import (
     PULLED,
     MergeReport,
     PulledSnapshots,
+    dump_sightings,
+    load_sightings,
     merge_pulls,
 )
 from branchlake_dagster.sda.registry.periods import (
@@ -65,6 +68,11 @@ _KEYS = {
     AUDIT_ROWS: MERGE_AUDIT,
 }
 """The tables by the names of `COLUMNS_OF_TABLE`."""
+
+_SIGHTINGS = "sda.latest_sightings"
+"""The entry of a snapshot's summary of `objects` with the latest sightings of its rows."""
+_MAX_CHARACTERS = 10_000
+"""The length of that entry is limited; without it, a run computes the sightings."""
 
 # The tables that a run read must be unchanged when it is published. Otherwise two concurrent merges would
 # each leave out the other's sets, and the check across tables would not cover the combined result.
@@ -193,19 +201,24 @@ class _RegistryTables:
         }
 
     def find_pulls(self, snapshot_ids: Sequence[str]) -> PulledSnapshots:
-        """Find the element sets of these snapshots by the metadata of files. Costs no query."""
+        """Find the element sets and entries of these snapshots by the metadata of files. Costs no query."""
         table = self._catalog.load_table(tuple(ELEMENT_SETS.path))
         files = list_files(table, "snapshot_id", snapshot_ids)
-        first_epochs = [column_bound(table, file, "epoch", is_upper=False) for file in files]
-        first_epoch = None if None in first_epochs else min(filter(None, first_epochs), default=None)
+        epochs = [column_bound(table, file, "epoch", is_upper=False) for file in files]
         collected_at: dict[str, datetime | None] = {}
         for file in files:
-            micros = column_bound(table, file, "collected_at", is_upper=True)
-            time = None if micros is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=micros)
-            name = partition_value(table, file, "snapshot_id")
+            name, time = partition_value(table, file, "snapshot_id"), _latest_collection(table, file)
             earlier = collected_at.get(name, time)
             collected_at[name] = None if time is None or earlier is None else max(time, earlier)
-        return PulledSnapshots(collected_at, first_epoch)
+        entries = self._catalog.load_table(tuple(SATELLITE_ENTRIES.path))
+        stated_at = [
+            _latest_collection(entries, file) for file in list_files(entries, "snapshot_id", snapshot_ids)
+        ]
+        return PulledSnapshots(
+            collected_at,
+            max((time for time in stated_at if time is not None), default=None),
+            None if None in epochs else min((epoch for epoch in epochs if epoch is not None), default=None),
+        )
 
     def merge(self, pulls: PulledSnapshots, pulled: DataFrame, entries: DataFrame) -> MergeReport:
         """Merge pulls with the tables. Spark's workers write the results to files."""
@@ -226,7 +239,16 @@ class _RegistryTables:
         worker_tables = {
             name: WorkerTable.from_table(table, self._settings) for name, table in self._tables.items()
         }
-        report = merge_pulls(inputs, pulls, worker_tables, lambda: read(ELEMENT_SETS))
+        snapshot = self._tables[OBJECT_ROWS].current_snapshot()
+        # Another writer's snapshot has none.
+        sightings = snapshot.summary.get(_SIGHTINGS) if snapshot and snapshot.summary else None
+        report = merge_pulls(
+            inputs,
+            pulls,
+            worker_tables,
+            lambda: read(ELEMENT_SETS),
+            load_sightings(sightings) if sightings else None,
+        )
         for name, file in report.unused_files:
             delete_files(self._tables[name], [file])
         return report
@@ -235,7 +257,11 @@ class _RegistryTables:
         """Replace all rows of a table, if any row changes. Otherwise delete the files that were written."""
         table = self._tables[name]
         if changed_rows:
-            self._commit(name, report.files[name], list_files(table), "replace_table")
+            sightings = dump_sightings(report.latest)
+            more = (
+                {_SIGHTINGS: sightings} if name == OBJECT_ROWS and len(sightings) <= _MAX_CHARACTERS else {}
+            )
+            self._commit(name, report.files[name], list_files(table), "replace_table", more)
         else:
             delete_files(table, report.files[name])
 
@@ -251,7 +277,12 @@ class _RegistryTables:
             self._commit(name, report.files[name], removed, "replace_partitions")
 
     def _commit(
-        self, name: str, added: Sequence[DataFile], removed: Sequence[DataFile], write_mode: str
+        self,
+        name: str,
+        added: Sequence[DataFile],
+        removed: Sequence[DataFile],
+        write_mode: str,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         # The snapshot properties that the IO manager also sets (docs/architecture.md).
         properties = {
@@ -259,8 +290,14 @@ class _RegistryTables:
             "branchlake.root_run_id": self._run.root_run_id or self._run.run_id,
             "branchlake.asset": _KEYS[name].to_user_string(),
             "branchlake.write_mode": write_mode,
+            **(more or {}),
         }
         commit_files(self._tables[name], added=added, removed=removed, properties=properties)
+
+
+def _latest_collection(table: Table, file: DataFile) -> datetime | None:
+    micros = column_bound(table, file, "collected_at", is_upper=True)
+    return None if micros is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=micros)
 
 
 @dg.asset(

@@ -6,8 +6,8 @@ files of all tables (`WorkerTable`). It sends back only the names of the files, 
 must be merged again with their sets of all pulls. So rows travel once, and no table is computed twice.
 
 The state of an object depends on the latest sightings of all objects, which are known after the merge only.
-The merge assumes them from the objects before and the times of the pulls, and each task reports those of its
-own objects. If the assumption was wrong, the merge is repeated with the reported ones.
+The merge assumes them from those before and the times of the pulls, and each task reports those of its own
+objects. If the assumption was wrong, the merge is repeated with the reported ones.
 """
 
 from __future__ import annotations
@@ -99,11 +99,13 @@ _SENT_BACK = pa.schema([("kind", pa.string()), ("table", pa.string()), ("payload
 class PulledSnapshots:
     """The snapshots with pulled sets, by the metadata of their files.
 
-    ``collected_at`` has the latest collection time in each snapshot, or None if it is unknown.
-    ``first_epoch`` is a lower bound of all epochs in microseconds since 1970, or None if it is unknown.
+    ``collected_at`` has the latest collection time in each snapshot, or None if it is unknown. ``stated_at``
+    is the latest collection time of the run's satellite catalogs, or None. ``first_epoch`` is a lower bound
+    of all epochs in microseconds since 1970, or None if it is unknown.
     """
 
     collected_at: Mapping[str, datetime | None]
+    stated_at: datetime | None = None
     first_epoch: int | None = None
 
 
@@ -129,12 +131,13 @@ class MergeReport:
     ``files`` are the data files of each table, which no snapshot names yet. ``counts`` has ``pulled`` and
     ``new`` sets, the rows of ``catalogue`` and ``objects``, ``changed_sets``, ``withdrawn_sets``,
     ``changed_objects``, ``conflicts``, ``outcome/<outcome>`` and ``state/<state>``. ``looked_up`` is the
-    number of objects that were merged with their sets of all pulls. ``unused_files`` were written under a
-    wrong assumption about the latest sightings.
+    number of objects that were merged with their sets of all pulls. ``latest`` are the latest sightings after
+    the pulls. ``unused_files`` were written under a wrong assumption about them.
     """
 
     files: Mapping[str, Sequence[DataFile]]
     counts: Counter[str]
+    latest: LatestSightings
     looked_up: int = 0
     unused_files: Sequence[tuple[str, DataFile]] = ()
 
@@ -167,11 +170,12 @@ def merge_pulls(
     pulls: PulledSnapshots,
     tables: Mapping[str, WorkerTable],
     read_all_pulls: Callable[[], DataFrame],
+    latest_before: LatestSightings | None = None,
 ) -> MergeReport:
     """Merge pulls with the registry, and write data files of its tables. Nothing is committed.
 
-    Two Spark queries. A third one if objects are uncertain, and another one if the assumed latest sightings
-    were wrong.
+    Runs one Spark query. Others follow if objects are uncertain, if the latest sightings before are not
+    given, and if the assumed ones after the pulls were wrong.
 
     Args:
         inputs: frames by the names of `COLUMNS_OF_INPUT`, without all pulls. Tables that do not exist yet are
@@ -180,10 +184,13 @@ def merge_pulls(
         tables: the tables by the names of `COLUMNS_OF_TABLE`.
         read_all_pulls: returns the element sets of all pulls, this run's pulls included; called if objects
             are uncertain.
+        latest_before: the latest sightings before the pulls; None if they must be computed from the objects.
 
     """
     snapshot_ids = sorted(pulls.collected_at)
-    merge = Merge(snapshot_ids, assume_latest_sightings(inputs, pulls), tables)
+    if latest_before is None:
+        latest_before = find_latest_sightings(inputs.get(OBJECTS_BEFORE))
+    merge = Merge(snapshot_ids, assume_latest_sightings(latest_before, pulls), tables)
     first = _merge_on_workers(inputs, merge)
     unused_files: list[tuple[str, DataFile]] = []
     if not _agree(merge.latest, first.latest):
@@ -191,14 +198,15 @@ def merge_pulls(
         merge = Merge(snapshot_ids, first.latest, tables)
         first = _merge_on_workers(inputs, merge)
     if not first.uncertain_sat_nos:
-        return MergeReport(first.files, first.counts, 0, unused_files)
+        return MergeReport(first.files, first.counts, first.latest, unused_files=unused_files)
     of_uncertain = {
         name: _select_objects(frame, first.uncertain_sat_nos)
         for name, frame in {**inputs, ALL_PULLS: read_all_pulls()}.items()
     }
     second = _merge_on_workers(of_uncertain, replace(merge, has_all_pulls=True))
     files = {name: [*first.files[name], *second.files[name]] for name in COLUMNS_OF_TABLE}
-    return MergeReport(files, first.counts + second.counts, len(first.uncertain_sat_nos), unused_files)
+    counts, looked_up = first.counts + second.counts, len(first.uncertain_sat_nos)
+    return MergeReport(files, counts, first.latest, looked_up, unused_files)
 
 
 def _agree(assumed: LatestSightings, reported: LatestSightings) -> bool:
@@ -236,8 +244,8 @@ def _merge_on_workers(inputs: Mapping[str, DataFrame], merge: Merge) -> _WorkerR
             report = json.loads(row["payload"])
             reports.counts.update(report["counts"])
             reports.uncertain_sat_nos += report["uncertain"]
-            sightings = [(feed, _from_micros(micros)) for feed, micros in report["latest"]]
-            reports.latest = _latest_of([*_list_times(reports.latest), *sightings])
+            times = [*_list_times(reports.latest), *_list_times(load_sightings(report["latest"]))]
+            reports.latest = _latest_of(times)
     return reports
 
 
@@ -261,36 +269,40 @@ def combine_inputs(frames: Mapping[str, DataFrame]) -> DataFrame:
     return reduce(DataFrame.unionAll, selected)
 
 
-def assume_latest_sightings(inputs: Mapping[str, DataFrame], pulls: PulledSnapshots) -> LatestSightings:
+def find_latest_sightings(objects: DataFrame | None) -> LatestSightings:
+    """Return the latest sightings of objects. Runs one query, unless there are none."""
+    if objects is None:
+        return LatestSightings({}, None)
+    feeds = objects.groupBy("feed").agg(
+        F.unix_micros(F.max("last_seen")).alias("seen"), F.unix_micros(F.max("satcat_at")).alias("stated")
+    )
+    times = [
+        (feed, _from_micros(micros))
+        for row in feeds.collect()
+        for feed, micros in ((row["feed"], row["seen"]), (None, row["stated"]))
+        if micros is not None
+    ]
+    return _latest_of(times)
+
+
+def assume_latest_sightings(before: LatestSightings, pulls: PulledSnapshots) -> LatestSightings:
     """Return the latest sightings after the pulls, on the assumption that no feed lost its latest ones.
 
-    A feed loses them if all objects of its latest pull are seen later in other feeds. Runs one query over few
-    columns of objects and entries.
+    A feed loses them if all objects of its latest pull are seen later in other feeds.
     """
-    times: list[tuple[str | None, datetime]] = [
-        (feed_name(name), time) for name, time in pulls.collected_at.items() if time is not None
-    ]
-    queries = [
-        inputs[ENTRIES].selectExpr(
-            "CAST(NULL AS STRING) AS feed",
-            "CAST(NULL AS BIGINT) AS seen",
-            "unix_micros(max(collected_at)) AS at",
-        )
-    ]
-    if OBJECTS_BEFORE in inputs:
-        columns = {"seen": F.unix_micros(F.max("last_seen")), "at": F.unix_micros(F.max("satcat_at"))}
-        queries.append(
-            inputs[OBJECTS_BEFORE]
-            .groupBy("feed")
-            .agg(*(value.alias(name) for name, value in columns.items()))
-        )
-    for row in reduce(DataFrame.unionAll, queries).collect():
-        times += [
-            (feed, _from_micros(micros))
-            for feed, micros in ((row["feed"], row["seen"]), (None, row["at"]))
-            if micros is not None
-        ]
-    return _latest_of(times)
+    times = _list_times(before)
+    times += [(feed_name(name), time) for name, time in pulls.collected_at.items() if time is not None]
+    return _latest_of(times if pulls.stated_at is None else [*times, (None, pulls.stated_at)])
+
+
+def dump_sightings(latest: LatestSightings) -> str:
+    """Return latest sightings as JSON, for `load_sightings`."""
+    return json.dumps([(feed, _to_micros(time)) for feed, time in _list_times(latest)])
+
+
+def load_sightings(text: str) -> LatestSightings:
+    """Return the latest sightings that `dump_sightings` wrote."""
+    return _latest_of([(feed, _from_micros(micros)) for feed, micros in json.loads(text)])
 
 
 def _latest_of(times: Iterable[tuple[str | None, datetime]]) -> LatestSightings:
@@ -336,7 +348,7 @@ def build_merge(merge: Merge) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
         report = {
             "counts": merged.counts,
             "uncertain": merged.uncertain_sat_nos,
-            "latest": [(feed, _to_micros(time)) for feed, time in _list_times(merged.latest)],
+            "latest": dump_sightings(merged.latest),
         }
         sent.append((_REPORT, "", json.dumps(report).encode()))
         columns = zip(*sent, strict=True)
