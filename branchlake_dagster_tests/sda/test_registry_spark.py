@@ -47,6 +47,7 @@ from branchlake_dagster.sda.registry.satcat import read_satcat
 from branchlake_dagster.sda.registry.sources import source_name
 from branchlake_dagster.sda.registry.table_files import (
     commit_files,
+    delete_files,
     list_files,
     open_table,
 )
@@ -377,3 +378,17 @@ def test_a_table_that_is_not_partitioned_by_snapshots_is_refused(catalog):
     with pytest.raises(Unsupported) as refused:
         list_files(plain, "snapshot_id", [str(number) for number in range(300)])
     assert refused.value.table == "sda.plain"
+
+
+def test_files_of_a_table_that_does_not_change_are_deleted(catalog):
+    rows = pa.table({"sat_no": [1, 2]})
+    table = open_table(catalog, ("sda", "unchanged"), rows.schema)
+    worker_table = WorkerTable(table.metadata.model_dump_json(), table.io.properties)
+    assert worker_table.write(rows.slice(0, 0)) == []
+    files = worker_table.write(rows)
+    assert [file.record_count for file in files] == [2]
+    assert table.io.new_input(files[0].file_path).exists()
+    for _ in range(2):  # again after a crash
+        delete_files(table, files)
+        assert not table.io.new_input(files[0].file_path).exists()
+    assert table.scan().to_arrow().num_rows == 0
