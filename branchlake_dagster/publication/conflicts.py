@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from branchlake_dagster.publication.table_change import (
     ChangeMode,
@@ -281,7 +282,7 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
     if added_nothing and not any(other.removed or other.deletes for other in main_steps):
         return None  # all of its keys were in the table, and main has removed no row since
     if mode is ChangeMode.UPSERT:
-        return _check_upsert(step, shared_steps, main_steps, main_change.after)
+        return _check_upsert(step, shared_steps, main_steps, main_change)
     if not shared_steps:
         return None
     reason = (
@@ -313,14 +314,16 @@ def _check_upsert(
     step: SnapshotChange,
     shared_steps: Mapping[str, Sequence[SnapshotChange]],
     main_steps: Sequence[SnapshotChange],
-    layout: Layout,
+    main_change: TableChange,
 ) -> Overlap | None:
     """Return why an upsert of the run conflicts with `main`'s steps; None if both changed different keys.
 
     Different keys are proven in one of two ways: all partition columns are key columns and both sides changed
-    different partitions, or the bounds of a key column do not overlap. `shared_steps` are `main`'s steps by
-    the partitions that the upsert changed too.
+    different partitions, or the bounds of a key column do not overlap. `main_steps` are the steps of
+    `main_change` that may concern the upsert, and `shared_steps` those by the partitions that the upsert
+    changed too.
     """
+    layout = main_change.after
     column_names = {column.name for column in layout.columns}
     if lost_keys := [key for key in step.key_columns if key not in column_names]:
         reason = f"its key column {lost_keys[0]} was renamed or dropped, so the keys cannot be compared"
@@ -328,7 +331,9 @@ def _check_upsert(
             CodedReason(reason, "key_column_gone"), tuple(sorted(shared_steps)), _run_ids(main_steps)
         )
     by_partition = layout.partition_columns and layout.partition_columns <= {*step.key_columns}
-    if (not shared_steps and by_partition) or has_disjoint_keys(step, main_steps):
+    if (not shared_steps and by_partition) or has_disjoint_keys(
+        step, main_steps, find_old_files(main_change.steps)
+    ):
         return None
     meeting_steps = [main_step for steps in shared_steps.values() for main_step in steps]
     reason = CodedReason("both sides may have changed the same keys", "same_keys")
@@ -462,23 +467,74 @@ def _check_removed_files(
     return Overlap(reason, tuple(sorted({file.partition for file in shared_files})), _run_ids(main_steps))
 
 
-def has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
+def find_old_files(main_steps: Sequence[SnapshotChange]) -> dict[str, tuple[File, ...]]:
+    """Return the files from which `main`'s compactions made each compacted file, by its path.
+
+    Every row of a compacted file is in one of these files: a compaction does not move rows to another
+    partition. Files that were compacted more than once have the oldest files. A file has no entry where the
+    compaction wrote more rows than it read, or an unknown number.
+    """
+    old_files: dict[str, tuple[File, ...]] = {}
+    for step in main_steps:
+        if step.mode is not ChangeMode.COMPACT:
+            continue
+        removed_files = group_by_partition(step.removed)
+        for partition, new_files in group_by_partition(step.added).items():
+            sources = removed_files.get(partition, ())
+            if _has_no_more_rows(new_files, sources):
+                oldest = {old.path: old for file in sources for old in old_files.get(file.path, (file,))}
+                old_files |= dict.fromkeys((file.path for file in new_files), tuple(oldest.values()))
+    return old_files
+
+
+def _has_no_more_rows(new_files: Iterable[File], old_files: Iterable[File]) -> bool:
+    new_rows, old_rows = [file.rows for file in new_files], [file.rows for file in old_files]
+    if None in new_rows or None in old_rows:
+        return False
+    return sum(filter(None, new_rows)) <= sum(filter(None, old_rows))
+
+
+def has_disjoint_keys(
+    step: SnapshotChange,
+    main_steps: Sequence[SnapshotChange],
+    old_files: Mapping[str, tuple[File, ...]] = MappingProxyType({}),
+) -> bool:
     """Return whether the bounds of one key column prove that both sides changed different keys.
 
-    False if a file of either side has no bounds for each key column.
+    False if a file of either side has no bounds for each key column. A compacted file has wider bounds than
+    the files that it was made from, so these are compared too. `old_files` has them, by the path of the
+    compacted file.
     """
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
-    return any(_has_disjoint_bounds(step.touched_files, main_files, key) for key in step.key_columns)
+    return bool(main_files) and any(
+        _has_disjoint_bounds(step.touched_files, main_files, old_files, key) for key in step.key_columns
+    )
 
 
-def _has_disjoint_bounds(run_files: Sequence[File], main_files: Sequence[File], column: str) -> bool:
-    run_bounds, main_bounds = _file_bounds(run_files, column), _file_bounds(main_files, column)
-    if run_bounds is None or main_bounds is None:
-        return False
-    return all(b_high < low or high < b_low for low, high in run_bounds for b_low, b_high in main_bounds)
+def _has_disjoint_bounds(
+    run_files: Sequence[File],
+    main_files: Sequence[File],
+    old_files: Mapping[str, tuple[File, ...]],
+    column: str,
+) -> bool:
+    run_bounds = _file_bounds(run_files, column)
+    return run_bounds is not None and all(
+        _is_outside(run_bounds, [file], column)
+        or _is_outside(run_bounds, old_files.get(file.path, ()), column)
+        for file in main_files
+    )
+
+
+def _is_outside(run_bounds: Sequence[FileBounds], main_files: Sequence[File], column: str) -> bool:
+    """Return whether the bounds of all these files are known, and none of them meets `run_bounds`."""
+    main_bounds = _file_bounds(main_files, column)
+    return main_bounds is not None and all(
+        main_high < low or high < main_low for low, high in run_bounds for main_low, main_high in main_bounds
+    )
 
 
 def _file_bounds(files: Sequence[File], column: str) -> list[FileBounds] | None:
+    """Return the bounds of all files; None if one of them is unknown, or without files."""
     all_bounds = [file.bounds(column) for file in files]
     return (
         None
