@@ -45,6 +45,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.catalog.stored_files import StoredFile, StoredFileDamaged, file_errors
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile
 from branchlake_dagster.garbage_collection.warehouse_files import (
@@ -52,6 +53,7 @@ from branchlake_dagster.garbage_collection.warehouse_files import (
     to_microseconds,
     to_time,
 )
+from branchlake_dagster.history.manifests import read_live_files
 from branchlake_dagster.internals.pyiceberg import to_iceberg_schema
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
@@ -143,11 +145,14 @@ class CollectionJournal:
         """Create the journal if the lake has none, and compare it with the warehouse.
 
         Write the marker file, and return its time by the store's clock. With `adopt`, any journal of Nessie
-        is accepted, or a new journal is created. Raises JournalLost if the journal does not match the
-        warehouse.
+        is accepted, or a new journal is created, also in place of one whose files are missing. Raises
+        JournalLost if the journal does not match the warehouse.
         """
         marker = self.read_marker()
         self.verify(marker, adopt=adopt)
+        if adopt and not self._is_readable():
+            journal = self._client.reference(JOURNAL_BRANCH)
+            self._client.delete_branch(JOURNAL_BRANCH, expected_hash=journal.hash)
         if not self.exists():
             with contextlib.suppress(NessieAlreadyExists):  # another pass created it
                 self._client.create_branch(
@@ -159,10 +164,14 @@ class CollectionJournal:
     def verify(self, marker: Mapping[str, Any] | None, *, adopt: bool = False) -> None:
         """Raise JournalLost if Nessie's journal is missing, has another id or has fewer passes than `marker`.
 
-        `marker` is the result of `read_marker`. With None, or with `adopt`, nothing is checked.
+        Also if files of the journal are missing: the collector deletes them when they are older than the
+        history horizon, so Nessie was restored from an older backup. `marker` is the result of
+        `read_marker`. With None, or with `adopt`, nothing is checked.
         """
         if marker is None or adopt:
             return
+        if not self._is_readable():
+            raise self._lost("Files of the journal are missing or damaged.", "unreadable_journal")
         journal_id = self._journal_id()
         if journal_id is None:
             raise self._lost(
@@ -202,6 +211,23 @@ class CollectionJournal:
     def _write_marker(self) -> datetime:
         marker = {"journal": self._id, "passes": self.count_passes()}
         return self._files.write_marker(json.dumps(marker).encode())
+
+    def _is_readable(self) -> bool:
+        """Return whether all files of the journal's tables exist. A missing table has none.
+
+        Reads the manifests of the current snapshots, and no rows.
+        """
+        try:
+            tables = list(filter(None, map(self._find_table, _TABLES)))
+            stored_files = [
+                StoredFile(table.io, file.file_path, file.file_size_in_bytes)
+                for table in tables
+                for file in read_live_files(table.io, table.current_snapshot())
+            ]
+        except (FileNotFoundError, StoredFileDamaged):
+            return False
+        errors = filter(None, file_errors(stored_files))
+        return not any(isinstance(error, FileNotFoundError | StoredFileDamaged) for error in errors)
 
     def _journal_id(self) -> str | None:
         table = self._find_table("collections")

@@ -389,6 +389,34 @@ class PublicationUndo:
         return self._changes[commit]
 
     def _plan_key(self, history: _KeyHistory, plan: _Plan, keep_positions: bool) -> UndoneTable | Dependency:
+        """Plan the undo of one key.
+
+        A publication whose states were deleted after the history horizon is not undone. If a file of the
+        present state is missing, the error is raised.
+        """
+        try:
+            return self._plan_known_key(history, plan, keep_positions)
+        except FileNotFoundError as error:
+            current = plan.contents.get(history.key)
+            if not isinstance(current, IcebergTable):
+                reason = CodedReason(f"its files cannot be read any more ({error})", "files_gone")
+            elif self._is_readable(history.key, current):
+                reason = CodedReason(f"its earlier states were deleted ({error})", "history_lost")
+            else:
+                raise
+            return Dependency(history.key.name, reason)
+
+    def _is_readable(self, key: ContentKey, content: IcebergTable) -> bool:
+        """Return whether all files of the table's current snapshot exist."""
+        try:
+            return find_missing_file(self._tables.open(key, content).table) is None
+        except FileNotFoundError:
+            return False
+
+    def _plan_known_key(
+        self, history: _KeyHistory, plan: _Plan, keep_positions: bool
+    ) -> UndoneTable | Dependency:
+        """Plan the undo of one key. Raises FileNotFoundError if a file of an earlier state is missing."""
         key, current = history.key, plan.contents.get(history.key)
         name, after = key.name, history.after
         if current == after and not history.is_one_table:

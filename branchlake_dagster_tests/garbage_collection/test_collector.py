@@ -958,6 +958,26 @@ def test_nothing_is_deleted_if_the_journal_is_lost(lake: CollectedLake, lost: st
     assert lake.collector().run().deleted == 1
 
 
+@pytest.mark.parametrize("ending", [".metadata.json", ".avro", ".parquet"])
+def test_nothing_is_deleted_if_files_of_the_journal_are_missing(lake: CollectedLake, ending: str) -> None:
+    """As after a restore of Nessie from a backup that is older than the history horizon."""
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    for path in (lake.root / "branchlake").rglob(f"*{ending}"):
+        path.unlink()
+    before = lake.files()
+    for call in (lake.collector().run, lake.collector().plan):
+        with pytest.raises(JournalLost) as raised:
+            call()
+        assert raised.value.reason == "unreadable_journal"
+    assert lake.files() == before
+    # A person accepts it, and a new journal begins.
+    adopted = lake.collector(ago=2 * DAY).run(adopt_journal=True)
+    assert (adopted.executed, adopted.plan.file_count) == ((), 1)
+    assert lake.collector().run().deleted == 1
+
+
 def test_nothing_is_deleted_if_nessie_is_older_than_the_warehouse(lake: CollectedLake) -> None:
     lake.stray()
     lake.age()

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -608,6 +609,41 @@ def test_both_publications_of_a_commit_that_created_a_table(bench: Workbench) ->
     undo(bench, runs[1])
     undo(bench, runs[0])
     assert bench.rows() == []
+
+
+def test_a_publication_whose_earlier_metadata_was_collected_is_refused(bench: Workbench) -> None:
+    """After the history horizon, the collector deletes the states before and after the publication."""
+    bench.seeded([("a", 1)])
+    before = Path(bench.main().metadata_location.removeprefix("file://"))
+    wrong = appended(bench, [("a", 2)])
+    after = Path(bench.main().metadata_location.removeprefix("file://"))
+    appended(bench, [("b", 3)])
+    before.unlink()
+    error = refused(bench, wrong)
+    assert codes(error) == {"history_lost"}
+    after.unlink()
+    assert codes(refused(bench, wrong)) == {"history_lost"}
+
+
+def test_a_drop_whose_earlier_metadata_was_collected_is_refused(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    before = Path(bench.main().metadata_location.removeprefix("file://"))
+    run = bench.run()
+    run.catalog.drop_table((bench.namespace, "t"))
+    bench.published(run)
+    before.unlink()
+    with pytest.raises(UndoRefused) as caught:
+        undo(bench, run)
+    assert codes(caught.value) == {"files_gone"}
+
+
+def test_a_missing_file_of_main_is_an_error_of_the_storage(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    appended(bench, [("b", 3)])
+    Path(bench.main().metadata_location.removeprefix("file://")).unlink()
+    with pytest.raises(FileNotFoundError):
+        undo(bench, wrong)
 
 
 # -- random histories ----------------------------------------------------------------------------------
