@@ -491,11 +491,18 @@ class CollectionJournal:
 
 
 def _expire_snapshots(table: Table) -> None:
+    """Remove all but the last snapshots. Raises CommitFailedException if another pass removes some."""
     snapshots = sorted(table.metadata.snapshots, key=lambda snapshot: snapshot.timestamp_ms)
     old_ids = [
         snapshot.snapshot_id
         for snapshot in snapshots[:-_KEPT_SNAPSHOTS]
         if snapshot.snapshot_id != table.metadata.current_snapshot_id
     ]
-    if old_ids:
+    if not old_ids:
+        return
+    try:
         table.maintenance.expire_snapshots().by_ids(old_ids).commit()
+    except ValueError as error:
+        # If the table has changed, PyIceberg repeats the removal on the newer state. Another pass may have
+        # removed the same snapshots from it.
+        raise CommitFailedException(str(error)) from error

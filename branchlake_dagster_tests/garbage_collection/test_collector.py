@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.io import FileIO
+from pyiceberg.table import Table
 from pyiceberg.table.statistics import StatisticsFile
 
 from branchlake_dagster.errors import (
@@ -30,6 +31,7 @@ from branchlake_dagster.errors import (
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
+from branchlake_dagster.garbage_collection import journal as journal_module
 from branchlake_dagster.garbage_collection import reachable_files, warehouse_files
 from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile, plan_digest
 from branchlake_dagster.garbage_collection.collector import FileCollector
@@ -1233,6 +1235,33 @@ def test_old_rows_and_snapshots_of_the_journal_are_removed(lake: CollectedLake) 
 
 
 # -- explanations and reports --------------------------------------------------------------------------
+
+
+def test_two_passes_may_remove_snapshots_of_the_journal_at_once(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyIceberg repeats the removal on the newer state, which lacks these snapshots."""
+    monkeypatch.setattr(journal_module, "_KEPT_SNAPSHOTS", 2)
+    journal, other_journal = lake.collector().journal, lake.collector().journal
+    journal.open()
+    now = datetime.now(UTC)
+    for event in ("started", "planned", "executed", "finished"):
+        journal.record_event("pass", event, now)
+    expire_snapshots = journal_module._expire_snapshots
+    calls: list[str] = []
+
+    def expire_late(table: Table) -> None:
+        calls.append(table.name()[-1])
+        if calls == ["deleted_files", "collections"]:
+            other_journal.trim("other pass", now)
+        expire_snapshots(table)
+
+    monkeypatch.setattr(journal_module, "_expire_snapshots", expire_late)
+    journal.trim("pass", now)
+    table = lake.lake.catalog(JOURNAL_BRANCH).load_table(("branchlake", "collections"))
+    assert len(table.metadata.snapshots) == 2
+    events = [event["event"] for event in journal.load_events()]
+    assert sorted(events) == ["executed", "finished", "planned", "started"]
 
 
 def test_a_file_is_explained(lake: CollectedLake) -> None:
