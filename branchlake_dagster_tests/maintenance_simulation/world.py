@@ -38,10 +38,11 @@ from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.publication import replay
+from branchlake_dagster.runs import temporary_tags
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables import upserts
-from branchlake_dagster.undo import publication_undo, undrop
+from branchlake_dagster.undo import publication_undo
 from branchlake_dagster_tests.maintenance_simulation.inline_executor import InlineExecutor
 from branchlake_dagster_tests.maintenance_simulation.mortal_network import MortalNetwork
 from branchlake_dagster_tests.maintenance_simulation.simulated_spark import (
@@ -130,6 +131,7 @@ class World:
         for number, name in enumerate(TABLES):
             spec = FLAT if self.random.random() < 0.3 else BY_DAY
             bench.seeded([("a", -number - 1), ("b", -number - 11)], spec=spec, name=name)
+        bench.clean()  # the branches of these runs
 
     # -- what happened ---------------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class World:
             # PyIceberg's own property copies all metadata each time.
             (pyiceberg.table.Transaction, "_cached_metadata", None),
             (pyiceberg.table.Transaction, "table_metadata", _CachingTransaction.table_metadata),
-            (undrop, "uuid", SimpleNamespace(uuid1=self._new_time_uuid, UUID=uuid.UUID)),
+            (temporary_tags, "datetime", SimpleNamespace(now=simulated_now.now, strptime=datetime.strptime)),
             (compaction_branch, "uuid1", self._new_time_uuid),
             (compactor, "datetime", simulated_now),
             (row_proof, "checksum_files", partial(checksum_in_memory, self.lake)),
