@@ -45,6 +45,7 @@ from branchlake_dagster.automation.partition_backlog import (
     SHOWN_PARTITIONS,
     InFlightRuns,
     PartitionBacklog,
+    RecentFailures,
     backlog_metadata,
     iter_histories,
     launch_decisions,
@@ -294,7 +295,9 @@ class _SensorTick:
         """Yield the run requests of one consumer that are due.
 
         A partition that is not published yet delays the partitions that are computed from it. A change that
-        waits for approval is launched only after its approval.
+        waits for approval is launched only after its approval. Of a chain, one run is launched, of the oldest
+        partition. A partition whose runs failed comes after the others, for a time that doubles with each
+        failure.
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
         chain = self.chains.get(asset.key, {asset.key})
@@ -315,6 +318,10 @@ class _SensorTick:
         held_partitions = backlog.held_partitions(partitions, self._approvals)
         self._approval_ids.update(name for names in held_partitions.values() for name in names)
         runs = [run for run in runs if held_partitions.keys().isdisjoint(run or (None,))]
+        if is_chain and len(runs) > 1:
+            # Only one of them is launched. A partition that always fails must not keep the others waiting.
+            failures = self._in_flight.recent_failures(asset.key)
+            runs.sort(key=lambda run: run[0] in failures and self._is_backing_off(failures[run[0]]))
         keys = (backlog.state_key(run[0] if run else None) for run in runs)
         for run, history in zip(
             runs, iter_histories(self._instance, keys, self._policy.retries), strict=True
@@ -335,6 +342,9 @@ class _SensorTick:
                 )
                 if is_chain:
                     return
+
+    def _is_backing_off(self, failures: RecentFailures) -> bool:
+        return self._now < failures.last_ended_at + self._policy.delay_before_retry(failures.count)
 
     def format_summary(self) -> str:
         """Return a one-line summary of the tick."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
 
@@ -168,6 +168,17 @@ def computed_partitions(
         return (*definition.get_partition_keys_in_range(PartitionKeyRange(start, end)),)
 
 
+_FAILED_RUNS = 100
+
+
+@dataclass(frozen=True)
+class RecentFailures:
+    """The number of failed runs of a partition, and the end of the newest one."""
+
+    count: int
+    last_ended_at: datetime
+
+
 class InFlightRuns:
     """The runs of a Dagster instance that, at `now`, are not finished or have no verdict yet.
 
@@ -181,6 +192,7 @@ class InFlightRuns:
             *instance.get_runs(verdict_filter),
         ]
         self._instance = instance
+        self._now = now
         self._runs: Collection[DagsterRun] = {run.run_id: run for run in unfinished_runs}.values()
         self._assets_by_run: dict[str, Collection[AssetKey]] = {}
 
@@ -221,6 +233,26 @@ class InFlightRuns:
             if self._computes(run, key)
             for partition in computed_partitions(run, definition, self._instance)
         }
+
+    def recent_failures(self, key: AssetKey) -> dict[str, RecentFailures]:
+        """Map each partition to its failed runs of the last day.
+
+        A range of partitions counts by its first partition. Reads the newest `_FAILED_RUNS` failed runs.
+        """
+        failed_runs = self._instance.get_run_records(
+            RunsFilter(statuses=[DagsterRunStatus.FAILURE], updated_after=self._now - timedelta(days=1)),
+            limit=_FAILED_RUNS,
+        )
+        failures: dict[str, RecentFailures] = {}
+        for record in failed_runs:
+            run = record.dagster_run
+            partition = run.tags.get(RANGE_START_TAG) or run.tags.get(PARTITION_TAG)
+            if partition is None or record.end_time is None or not self._computes(run, key):
+                continue
+            ended_at = datetime.fromtimestamp(record.end_time, UTC)
+            known = failures.get(partition, RecentFailures(0, ended_at))
+            failures[partition] = RecentFailures(known.count + 1, max(known.last_ended_at, ended_at))
+        return failures
 
     def _computes(self, run: DagsterRun, key: AssetKey) -> bool:
         if run.asset_selection:

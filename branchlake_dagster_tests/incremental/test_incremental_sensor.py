@@ -386,3 +386,52 @@ def test_a_partition_of_a_chain_waits_while_a_later_asset_of_it_is_computed(
         assert ticks.tick() == []
         p.settle(pending)
         assert [one.asset_selection for one in ticks.tick()] == [[first.key, listed.key]]
+
+
+def test_a_partition_of_a_chain_that_always_fails_holds_up_no_others(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Each publication of the input gives all partitions a new key, as if they had never failed."""
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    def daily(name: str, upstream: dg.AssetKey, *, fails: bool) -> Any:
+        @dg.asset(
+            key=[namespace, name],
+            partitions_def=DAYS,
+            ins={"rows": dg.AssetIn(upstream)},
+            metadata=table_metadata(partition_by="day", **FREE) | consumes({upstream: "range"}, on="day"),
+        )
+        def copied(context: dg.AssetExecutionContext, rows: pl.DataFrame) -> pl.DataFrame:
+            if fails and context.partition_key == "2026-08-01":
+                raise ValueError("it fails")
+            return rows.select("day", "price")
+
+        return copied
+
+    first = daily("first", events.key, fails=True)
+    second = daily("second", first.key, fails=False)
+    target = dg.AssetSelection.assets(first.key, second.key)
+
+    def run(p: Project, ticks: Ticks) -> str | None:
+        (request,) = ticks.tick()
+        assert request.asset_selection == [first.key, second.key]
+        fails = request.partition_key == "2026-08-01"
+        tags = {"dagster/run_key": str(request.run_key)}
+        p.settle(p.run(first.key, second.key, partition=request.partition_key, tags=tags, ok=not fails))
+        return request.partition_key
+
+    with project(lakehouse, events.asset, first, second) as p:
+        ticks = Ticks(p, target=target, with_downstream=True, retry_delay_seconds=3600)
+        events.publish(p, (date(2026, 8, 1), 1))
+        seen = []
+        for number in range(3):
+            events.publish(p, (date(2026, 8, 2), number))
+            seen.append(run(p, ticks))
+        assert seen == ["2026-08-01", "2026-08-02", "2026-08-02"]
+        # Alone, or after its delay, it has its turn.
+        assert run(p, ticks) == "2026-08-01"
+        events.publish(p, (date(2026, 8, 2), 4))
+        impatient = Ticks(p, target=target, with_downstream=True, retry_delay_seconds=0)
+        assert run(p, impatient) == "2026-08-01"
+        assert values(p, second) == [(date(2026, 8, 2), number) for number in range(3)]

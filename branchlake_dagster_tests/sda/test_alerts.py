@@ -198,10 +198,22 @@ def test_an_alert_keeps_its_id_over_the_end_of_an_hour_and_of_its_ten_minutes(se
     assert log.change([risk(5, 9, 59.99)])["alert_id"].to_list() == [first]
 
 
-def test_two_risks_within_ten_minutes_are_one_alert_of_the_nearest(session):
+def test_two_risks_within_ten_minutes_are_one_alert_of_the_most_severe(session):
     log = Log(session)
-    made = log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3)])
-    assert made["miss_distance_km"].to_list() == [0.3]
+    made = log.change(
+        [
+            risk(5, 9, 2.0, 0.8),
+            risk(5, 9, 6.0, 0.3),
+            risk(7, 8, 2.0, 0.30, collision_probability=2e-5),
+            risk(7, 8, 6.0, 0.31, collision_probability=3e-4),
+            risk(7, 9, 2.0, 0.9, collision_probability=2e-5),
+            risk(7, 9, 6.0, 0.1, collision_probability=None, no_probability_because="no error model"),
+        ]
+    ).sort("sat1_object_designator", "sat2_object_designator")
+    assert made["miss_distance_km"].to_list() == [0.3, 0.31, 0.9]
+    assert made["priority"].to_list() == ["medium", "high", "medium"]
+    log = Log(session)
+    log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3)])
     assert log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3), risk(5, 8, 6.0)]).height == 1
 
 

@@ -163,10 +163,7 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
     until_here = by_time.rowsBetween(Window.unboundedPreceding, Window.currentRow)
     numbered = rows.withColumn("is_next", is_next).withColumn("approach", F.sum("is_next").over(until_here))
     approaches = numbered.groupBy(*_PAIR, "approach").agg(
-        F.expr(
-            "min_by(fields, struct(fields.miss_distance_km, tca)) FILTER (WHERE _change_type = 'INSERT')"
-            " AS expected"
-        ),
+        F.expr(f"min_by(fields, {_SEVERITY}) FILTER (WHERE _change_type = 'INSERT') AS expected"),
         F.expr("collect_list(unix_micros(tca)) FILTER (WHERE _change_type = 'DELETE') AS removed"),
         F.expr("collect_list(struct(entry.*, fields)) FILTER (WHERE _change_type = 'LOG') AS log"),
     )
@@ -182,6 +179,11 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
     )
 
 
+_SEVERITY = "struct(-coalesce(fields.collision_probability, -1D), fields.miss_distance_km, tca)"
+"""SQL by which the risk of an alert is chosen if an approach has several: the smallest value.
+
+The most probable risk comes first, then the nearest one. Risks without a probability come last.
+"""
 _FIELDS = f"struct({', '.join(ALERT_FIELDS)}) AS fields"
 _ENTRY_TYPE = "struct<alert_id: string, sequence: bigint, is_retracted: boolean>"
 _LAST_ENTRIES = """
