@@ -3,6 +3,7 @@
 This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -149,7 +150,7 @@ def _build_result(
     name: str, before: MeasureValues, after: MeasureValues, max_change: float | None, *, warn: bool
 ) -> dg.AssetCheckResult:
     is_new = not before.get(_ROWS)
-    changes = {measure: _relative_change(before.get(measure), value) for measure, value in after.items()}
+    changes = {measure: relative_change(before.get(measure), value) for measure, value in after.items()}
     largest_change = max((abs(change) for change in changes.values() if change is not None), default=0.0)
     passed = is_new or max_change is None or largest_change <= max_change
     lines = ["| measure | main | run | change |", "| --- | ---: | ---: | ---: |"]
@@ -171,11 +172,18 @@ def _build_result(
     )
 
 
-def _relative_change(before: Any, after: Any) -> float | None:
+def relative_change(before: Any, after: Any) -> float | None:
+    """Return the change from one number to another, relative to the first; None without a first number.
+
+    Infinity if a number becomes different from zero, or NaN, or infinite, or the reverse.
+    """
     if before is None:
         return None
+    if not (math.isfinite(before) and math.isfinite(after)):
+        # The sum of a column with NaN or infinity is no number.
+        return 0.0 if str(before) == str(after) else math.inf
     if not before:
-        return 0.0 if not after else float("inf")
+        return 0.0 if not after else math.inf
     return float((after - before) / abs(before))
 
 

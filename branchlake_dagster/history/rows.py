@@ -254,24 +254,39 @@ def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
     """Drop the rows that are both added and removed: unchanged rows of rewritten files.
 
     Whole rows are compared, and null equals null. A row that was added twice and removed once remains added
-    once. If a column has a type that cannot be compared, all rows are returned.
+    once. With commit columns, rows of different commits are compared by their other columns, and the newest
+    ones remain. If a column has a type that cannot be compared, all rows are returned.
     """
     if not rows.added.num_rows or not rows.removed.num_rows:
         return rows
-    columns = rows.added.column_names
+    columns = [name for name in rows.added.column_names if name not in (ORDINAL, SNAPSHOT)]
     try:
         sides = [
             pl.DataFrame(pl.from_arrow(side)).with_columns(pl.lit(sign, pl.Int64).alias(_COUNT))
             for side, sign in ((rows.added, 1), (rows.removed, -1))
         ]
-        net_counts = pl.concat(sides).group_by(columns).agg(pl.col(_COUNT).sum())
         schema = rows.added.schema
+        if len(columns) < len(schema):
+            return _drop_unchanged_of_commits(pl.concat(sides), columns, schema)
+        net_counts = pl.concat(sides).group_by(columns).agg(pl.col(_COUNT).sum())
         return ChangedRows(
             _repeat_by_count(net_counts.filter(pl.col(_COUNT) > 0), schema),
             _repeat_by_count(net_counts.filter(pl.col(_COUNT) < 0), schema),
         )
     except (pl.exceptions.PolarsError, pa.ArrowException):  # a map column, or a type that Polars cannot read
         return rows
+
+
+def _drop_unchanged_of_commits(sides: pl.DataFrame, columns: Sequence[str], schema: pa.Schema) -> ChangedRows:
+    """Compare rows by `columns`, which are all but the commit columns. `_COUNT` is 1 if added, else -1."""
+    ordered = sides.sort(ORDINAL, descending=True, maintain_order=True)
+    net_count = pl.col(_COUNT).sum().over(columns)
+    number = pl.int_range(pl.len()).over([*columns, _COUNT])
+    remaining = ordered.filter((net_count.sign() == pl.col(_COUNT)) & (number < net_count.abs()))
+    added, removed = (
+        remaining.filter(pl.col(_COUNT) == sign).drop(_COUNT).to_arrow().cast(schema) for sign in (1, -1)
+    )
+    return ChangedRows(added, removed)
 
 
 _COUNT = "branchlake_count"

@@ -18,6 +18,7 @@ from pyiceberg.expressions import (
     BooleanExpression,
     GreaterThanOrEqual,
     In,
+    IsNaN,
     IsNull,
     LessThanOrEqual,
     Or,
@@ -399,14 +400,19 @@ def key_prefilter(keys: pa.Table) -> BooleanExpression:
 
 def _column_filter(name: str, values: pa.ChunkedArray) -> BooleanExpression:
     present = pc.unique(values.drop_null())
-    null = IsNull(name) if values.null_count else None
+    others = [IsNull(name)] if values.null_count else []
+    if pa.types.is_floating(values.type):
+        is_nan = pc.is_nan(present)
+        if pc.any(is_nan).as_py():
+            others.append(IsNaN(name))
+        present = present.filter(pc.invert(is_nan))
     condition: BooleanExpression | None = None
     if 0 < len(present) <= MAX_LITERALS:
         condition = In(name, _to_literals(present))
     elif len(present):
         ends = pc.min_max(present).as_py()
         condition = And(GreaterThanOrEqual(name, ends["min"]), LessThanOrEqual(name, ends["max"]))
-    parts = [part for part in (condition, null) if part is not None]
+    parts = [*([] if condition is None else [condition]), *others]
     return reduce(Or, parts) if parts else AlwaysTrue()
 
 

@@ -1,12 +1,17 @@
 """A run's rows beside those of `main` that they replace."""
 
+import math
 from datetime import date
+from decimal import Decimal
+from typing import Any
 
 import dagster as dg
 import polars as pl
+import pytest
 
 from branchlake_dagster import replaced_check, table_metadata
 from branchlake_dagster.checks.constraints import ContractError
+from branchlake_dagster.checks.replaced_check import relative_change
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import Project, project
@@ -63,3 +68,24 @@ def test_limits_are_looked_at_when_they_are_declared() -> None:
         replaced_check("a", most_change=-1)
     with raising(ContractError, "loud", reason="severity"):
         replaced_check("a", severity="loud")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (10, 12, 0.2),
+        (Decimal(10), Decimal(5), -0.5),
+        (0, 0, 0.0),
+        (0, 1, math.inf),
+        (5.0, math.nan, math.inf),
+        (math.nan, 5.0, math.inf),
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (-math.inf, math.inf, math.inf),
+        (None, 5, None),
+    ],
+)
+def test_a_sum_that_is_no_number_any_more_has_changed(
+    before: Any, after: Any, expected: float | None
+) -> None:
+    assert relative_change(before, after) == expected

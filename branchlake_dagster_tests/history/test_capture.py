@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyiceberg.catalog import Catalog
 from pyiceberg.io import FileIO
@@ -19,7 +20,7 @@ from branchlake_dagster.history import manifests as own_files
 from branchlake_dagster.history.capture import capture_change, current_position, position_on_branch
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, LossReason, Position
 from branchlake_dagster.history.manifests import OwnFilesCache, read_manifest_entries
-from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
+from branchlake_dagster.history.rows import ChangedRows, RowReader, drop_unchanged_rows
 from branchlake_dagster.incremental.change_tables import build_change_table, write_copied_rows
 from branchlake_dagster_tests.history.snapshot_tables import (
     BY_DAY,
@@ -122,6 +123,33 @@ def test_a_replaced_partition_takes_rows_away_and_brings_new_ones(table: Table) 
     assert rows(table, change) == Counter({("a", 7): 1, ("a", 1): -1})
     net = drop_unchanged_rows(RowReader(table, change).read())
     assert (counted(net.added), counted(net.removed)) == (Counter([("a", 7)]), Counter([("a", 1)]))
+
+
+def test_unchanged_rows_of_two_rewrites_are_left_out_beside_their_commits(table: Table) -> None:
+    """The first rewrite removes the old file, and the second one adds the new file."""
+    start = current_position(table)
+    replace_day(table, "a", [("a", 2), ("a", 7)])
+    replace_day(table, "a", [("a", 2), ("a", 7), ("a", 7), ("a", 9)])
+    found = RowReader(table, captured(table, start), commits=True).read()
+    net = drop_unchanged_rows(found)
+    assert counted(net.added.select(["day", "value"])) == Counter([("a", 7), ("a", 7), ("a", 9)])
+    assert counted(net.removed.select(["day", "value"])) == Counter([("a", 1)])
+    assert net.added.schema == found.added.schema
+    assert {*net.added["_commit_snapshot_id"].to_pylist()} == {table.metadata.snapshots[-1].snapshot_id}
+
+
+def test_the_newest_of_equal_rows_remain() -> None:
+    def side(*rows: tuple[int | None, int]) -> pa.Table:
+        names = {"n": pa.int64(), "_change_ordinal": pa.int32(), "_commit_snapshot_id": pa.int64()}
+        values = [{"n": n, "_change_ordinal": at, "_commit_snapshot_id": 10 + at} for n, at in rows]
+        return pa.Table.from_pylist(values, schema=pa.schema(names))
+
+    net = drop_unchanged_rows(
+        ChangedRows(side((None, 0), (None, 2), (None, 1), (5, 1)), side((None, 2), (6, 0)))
+    )
+    assert sorted(net.added["_change_ordinal"].to_pylist()) == [1, 1, 2]
+    assert net.added.filter(pc.is_null(net.added["n"]))["_commit_snapshot_id"].to_pylist() == [12, 11]
+    assert net.removed["n"].to_pylist() == [6]
 
 
 def test_deletes_and_updates_are_distinguished(table: Table) -> None:
