@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.published_through import published_through
     from branchlake_dagster.ingest.published_through_check import published_through_check
     from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
+    from branchlake_dagster.io_manager.worker_files import commit_worker_files
     from branchlake_dagster.lake_definitions import DefinitionsWarning, branchlake_definitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
@@ -102,6 +103,7 @@ __all__ = [
     "awaiting_verdict",
     "branchlake_definitions",
     "column_metadata",
+    "commit_worker_files",
     "computes_everything",
     "connect",
     "consumer_backlog",
@@ -189,6 +191,7 @@ _HOMES = {
     "ingest.published_through": ("published_through",),
     "ingest.published_through_check": ("published_through_check",),
     "io_manager.io_manager": ("NessieBranchIOManager",),
+    "io_manager.worker_files": ("commit_worker_files",),
     "lake_definitions": (
         "branchlake_definitions",
         "DefinitionsWarning",

@@ -123,9 +123,10 @@ class LakeBackup:
         *,
         verify: bool,
     ) -> BackupRecord:
-        """Copy the lake to a new folder, verify the copy, and save and return its record.
+        """Copy the lake to a new folder, and save and return its record.
 
-        Returns when all files are on the disk.
+        With `verify`, the copy is verified first. `previous` is the last backup, whose unchanged files are
+        linked; None copies all. Returns when all files are on the disk.
         """
         parts, suspended_s = self._copy_folders(lake_folders, new_folder, previous)
         record = BackupRecord(taken_at.isoformat(), str(self._settings.state_dir), tuple(parts), suspended_s)

@@ -348,7 +348,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> None:
         """Commit the metadata file at `location` under `identifier`.
 
-        With `overwrite`, it may replace an existing table; otherwise raises TableAlreadyExistsError.
+        `verb` begins the commit's message. Raises TableAlreadyExistsError if the key has a content, unless it
+        is a table and `overwrite` is true.
         """
         key = ContentKey(identifier)
         namespace_key(key.parent)

@@ -32,6 +32,9 @@ class Strategy(StrEnum):
 MEBIBYTE = 1024 * 1024
 
 
+_MOST_HOT_MINUTES = 10 * 366 * 24 * 60
+
+
 @dataclass(frozen=True)
 class CompactionOptions:
     """Options of a compaction: which partitions are compacted, how, and within which budgets.
@@ -98,9 +101,13 @@ class CompactionOptions:
             self.max_partitions,
             self.max_seconds,
         )
-        has_bad_limit = any(limit is not None and not limit > 0 for limit in limits)
-        if has_bad_limit or self.max_small_files < 0 or not self.hot_minutes >= 0:
+        if any(limit is not None and not limit > 0 for limit in limits):
             raise ConfigurationError("A limit of a compaction is not positive.", hint="Leave it out instead.")
+        if self.max_small_files < 0 or not 0 <= self.hot_minutes <= _MOST_HOT_MINUTES:
+            raise ConfigurationError(
+                "max_small_files or hot_minutes of a compaction is negative, or too large.",
+                hint="Leave them out instead.",
+            )
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def decide_retention(
 ) -> Retention:
     """Decide which snapshots are kept and which expire. `now_ms` is the present time in ms since 1970.
 
-    Costs one pass over the snapshots.
+    Costs a few passes over the snapshots, and one more for each branch of the Iceberg table.
     """
     chain = list_ancestors(history, history.current_id)
     depths = {snapshot.snapshot_id: depth for depth, snapshot in enumerate(chain)}

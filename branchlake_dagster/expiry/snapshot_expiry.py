@@ -245,8 +245,9 @@ def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) ->
 def _require_valid(
     table: RootedTable, metadata: TableMetadata, retention: Retention, roots: TableRoots
 ) -> None:
-    """Raise ExpiryInvalid if the new metadata lacks a needed snapshot, or the schema of a kept snapshot.
+    """Raise ExpiryInvalid if the new metadata is not as decided.
 
+    It must have exactly the kept snapshots with their schemas, and all snapshots that something needs.
     PyIceberg has parsed `metadata`, so an error of this package's own writer is noticed.
     """
     new_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}

@@ -48,7 +48,11 @@ from branchlake_dagster.garbage_collection.explanation import (
     FileExplanation,
     MomentExplanation,
 )
-from branchlake_dagster.garbage_collection.journal import CollectionJournal, JournaledPlan
+from branchlake_dagster.garbage_collection.journal import (
+    CollectionJournal,
+    JournalContended,
+    JournaledPlan,
+)
 from branchlake_dagster.garbage_collection.live_history import LiveHistory, read_main_tables
 from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
@@ -280,7 +284,10 @@ class FileCollector:
             "deleted": sum(each.deleted for each in executed),
         }
         self.journal.record_event(pass_id, "finished", now, plan_id=plan.plan_id, details=details)
-        self.journal.trim(pass_id, now)
+        try:
+            self.journal.trim(pass_id, now)
+        except JournalContended as error:
+            self._progress(f"Old rows of the journal stay until the next collection: {error}")
         return CollectionResult(pass_id, now, self._now(), executed, plan)
 
     def explain(self, question: str) -> FileExplanation | MomentExplanation:
@@ -288,8 +295,9 @@ class FileCollector:
 
         `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. For a file, reads
         the metadata of all live states; files that cannot be read are in `FileExplanation.unreadable`.
-        Raises NessieError, WarehouseUnreadable, and ConfigurationError for a malformed moment.
+        Raises NessieError, WarehouseUnreadable, JournalLost, and ConfigurationError for a malformed moment.
         """
+        self.journal.verify(self.journal.read_marker())
         now = self._now()
         history = LiveHistory(self._client, self.rules.horizon, now, progress=self._progress)
         history.update()
@@ -297,7 +305,8 @@ class FileCollector:
         return explainer.explain(question, now)
 
     def status(self) -> CollectionStatus:
-        """Return a summary of the journal. Reads only the journal."""
+        """Return a summary of the journal. Reads only the journal. Raises JournalLost."""
+        self.journal.verify(self.journal.read_marker())
         events = self.journal.load_events()
         started = [event for event in events if event["event"] == "started"]
         finished = [event for event in events if event["event"] == "finished"]

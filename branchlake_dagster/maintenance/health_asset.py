@@ -125,9 +125,11 @@ def health_asset(
 
 def _load_planned_bytes(context: AssetExecutionContext, lake: Lakehouse) -> dict[str, int] | None:
     """Return the bytes that are planned for deletion, by table name; None if the journal cannot be read."""
+    journal = FileCollector.of_lake(lake).journal
     try:
-        return FileCollector.of_lake(lake).journal.load_planned_bytes()
-    except (BranchlakeError, OSError) as error:
+        journal.verify(journal.read_marker())
+        return journal.load_planned_bytes()
+    except (BranchlakeError, OSError, ValueError, EOFError) as error:  # also of a damaged file
         context.log.warning(f"The journal of the collection cannot be read: {error}")
         return None
 
@@ -157,11 +159,11 @@ def _health_metadata(
         "manifests": MetadataValue.int(total.manifests),
         "metadata bytes": MetadataValue.int(total.metadata_bytes),
         **(unreachable if knows_unreachable else {}),
-        "health": MetadataValue.md(format_health(tables)),
+        "health": MetadataValue.md(format_health(tables, knows_unreachable=knows_unreachable)),
     }
 
 
-def format_health(tables: Sequence[TableHealth]) -> str:
+def format_health(tables: Sequence[TableHealth], *, knows_unreachable: bool = True) -> str:
     """Return a Markdown table with a row per table, the tables with the most small files first."""
     lines = ["| " + " | ".join(_HEADERS) + " |", "|---" + "|---:" * (len(_HEADERS) - 1) + "|"]
     for table in sorted(tables, key=lambda table: (-table.small_files, table.table)):
@@ -176,7 +178,7 @@ def format_health(tables: Sequence[TableHealth]) -> str:
             f"{table.snapshots:,}",
             f"{table.manifests:,}",
             f"{table.metadata_bytes / 1e3:,.0f}",
-            _format_mb(table.unreachable_bytes),
+            _format_mb(table.unreachable_bytes) if knows_unreachable else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -142,7 +142,7 @@ def run_maintenance(
     result = MaintenanceResult(compaction, expiry, manifests or (), collection, guard.errors)
     try:
         record_result(lake.settings.state_dir, result, now())
-    except OSError as error:
+    except (OSError, ConfigurationError) as error:
         progress(f"The metrics in {lake.settings.state_dir} were not updated: {error}")
     return result
 

@@ -74,7 +74,10 @@ class MaintenanceMetrics:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MaintenanceMetrics:
-        """Parse the output of `to_json`. Raises ValueError, TypeError, KeyError or AttributeError."""
+        """Parse the output of `to_json`.
+
+        Raises ValueError, TypeError, KeyError, AttributeError or OverflowError.
+        """
         tables = {
             (counter, table): int(count)
             for counter, counts in document["tables"].items()
@@ -137,7 +140,7 @@ def load_metrics(state_dir: Path) -> MaintenanceMetrics:
     """
     try:
         return MaintenanceMetrics.from_json(json.loads((state_dir / METRICS_FILE).read_text()))
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return MaintenanceMetrics()
 
 
@@ -146,7 +149,7 @@ def record_result(state_dir: Path, result: MaintenanceResult, now: datetime) -> 
 
     Processes of one machine may call this at the same time.
 
-    Raises OSError if the folder is not writable.
+    Raises ConfigurationError or OSError if the folder or the file cannot be created or written.
     """
     path = state_dir / METRICS_FILE
     make_state_folder(state_dir)

@@ -502,8 +502,8 @@ def has_disjoint_keys(
     """Return whether the bounds of one key column prove that both sides changed different keys.
 
     False if a file of either side has no bounds for each key column. A compacted file has wider bounds than
-    the files that it was made from, so these are compared too. `old_files` has them, by the path of the
-    compacted file.
+    the files that it was made from. So a file counts as outside if its own bounds, or those of all files that
+    it was made from, do not meet the run's. `old_files` has these files, by the path of the compacted file.
     """
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
     return bool(main_files) and any(

@@ -208,8 +208,10 @@ class LakeReader:
         can use the tag as well. It is deleted at the end of the block; if this process is killed, by a
         collection after its end. Costs three requests to Nessie.
 
-        A state that nothing else keeps any more may lose its files while the tag is created; then reading
-        raises MomentExpired. Raises NoSuchState, and ConfigurationError for other `hours`.
+        A state that nothing else keeps any more may lose its files while the tag is created. Reading it then
+        raises MomentExpired, or FileNotFoundError for a discarded branch.
+
+        Raises NoSuchState, and ConfigurationError for other `hours`.
         """
         if not 0 < hours <= _MAX_HOLD_HOURS:
             raise ConfigurationError(

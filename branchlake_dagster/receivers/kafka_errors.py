@@ -25,7 +25,7 @@ _ADVICE = ", verify that ssl.ca.location"
 
 
 class Cause(Enum):
-    """The kinds of causes for which brokers cannot be used.
+    """The reasons why a broker could not be used.
 
     The value is the predicate of an error message, such as "Kafka at host:9092 did not answer for …".
     """

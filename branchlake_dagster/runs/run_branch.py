@@ -195,7 +195,7 @@ class RunBranch:
     def note_recorded_head(self, hash_: str) -> None:
         """Note that a materialization of this process records `hash_`, the present head of the branch.
 
-        The next call of `record_head` then has nothing to do.
+        The next call of `record_head` then needs no request, unless the step's own code has used the branch.
         """
         self._recorded_heads.add(hash_)
         self._used_since_record = False

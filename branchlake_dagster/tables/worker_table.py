@@ -23,7 +23,8 @@ class WorkerTable:
 
     A function for `mapInArrow` may hold it, because it can be pickled. Workers need this package and access
     to the warehouse. The function sends the data files back, pickled, and the asset commits them by
-    PyIceberg's `Table.transaction()`. Files of a task that fails or is repeated stay without a snapshot;
+    `commit_worker_files`. If the table's properties place files outside its folder, call
+    `NessieCatalog.record_prefixes` before. Files of a task that fails or is repeated stay without a snapshot;
     garbage collection removes them.
 
     Args:
@@ -56,8 +57,17 @@ class WorkerTable:
 
     @classmethod
     def from_table(cls, table: Table, settings: Settings) -> WorkerTable:
-        """Describe a table of the lake with these settings."""
-        return cls(table.metadata.model_dump_json(), settings.worker_file_io_properties())
+        """Describe a table of the lake with these settings, without its snapshots."""
+        metadata = table.metadata.model_copy(
+            update={
+                "current_snapshot_id": None,
+                "metadata_log": [],
+                "refs": {},
+                "snapshot_log": [],
+                "snapshots": [],
+            }
+        )
+        return cls(metadata.model_dump_json(), settings.worker_file_io_properties())
 
     def write(self, rows: pa.Table) -> list[DataFile]:
         """Write rows to new data files in the table's own layout, and return their metadata.

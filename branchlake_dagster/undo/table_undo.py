@@ -356,8 +356,9 @@ def _replaces_whole_table(step: SnapshotChange) -> bool:
 
 
 def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChange) -> SnapshotChange:
-    """Adapt `undo` to a compaction, and return the step without the partitions for which this was possible.
+    """Adapt `undo` to a compaction, and return the rest of the step.
 
+    The rest has neither the mapped partitions nor the removed files of reversed partitions.
     If the compaction rewrote only files that the undo removes, the undo removes the compacted files instead.
     If it joined them with other files, it is reversed first, provided that the rows are provably the same.
     """
@@ -437,8 +438,8 @@ def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout
 def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
     """Raise DependencyFound if the undo would have to change more than rows, columns and properties.
 
-    This is so if the publication changed the partition spec or other metadata of the table. It is also raised
-    for a table of format version 3.
+    This is so if the publication changed the partition spec or other metadata of the table, if the undo
+    restores files and the spec was changed later, or if the format version is above 2.
     """
     if change.after.format_version > _MAX_FORMAT_VERSION:
         reason = CodedReason(

@@ -123,7 +123,18 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     assert load_metrics(tmp_path).tables[TableCounter.FILES_COMPACTED, "shop.t"] == 320
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tables": {"a": 1}, "failures": {}}', "null"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"tables": {"a": 1}, "failures": {}}',
+        "null",
+        '{"tables": {"a": {"t": 1e999}}, "failures": {}, "last_success": {}}',
+    ],
+)
 def test_a_damaged_file_starts_at_zero(tmp_path: Path, content: str) -> None:
     (tmp_path / METRICS_FILE).write_text(content)
     assert load_metrics(tmp_path) == MaintenanceMetrics()
@@ -141,11 +152,18 @@ def test_a_run_records_its_metrics_and_the_command_prints_them(lakehouse: Lakeho
     assert json.loads((lakehouse.settings.state_dir / METRICS_FILE).read_text())["failures"] == {}
 
 
+@pytest.mark.parametrize("is_folder_missing", [False, True])
 def test_a_state_folder_that_is_not_writable_stops_no_maintenance(
-    lakehouse: Lakehouse,
+    lakehouse: Lakehouse, tmp_path: Path, is_folder_missing: bool
 ) -> None:
-    (lakehouse.settings.state_dir / METRICS_FILE).mkdir(parents=True)
+    if is_folder_missing:
+        (tmp_path / "file").touch()
+        state_dir = tmp_path / "file" / "state"
+        lake = Lakehouse(lakehouse.settings.model_copy(update={"state_dir": state_dir}), start=False)
+    else:
+        lake = lakehouse
+        (lake.settings.state_dir / METRICS_FILE).mkdir(parents=True)
     sentences: list[str] = []
-    result = run_maintenance(lakehouse, [MaintenancePart.EXPIRY], progress=sentences.append)
+    result = run_maintenance(lake, [MaintenancePart.EXPIRY], progress=sentences.append)
     assert not result.has_failed
-    assert any(str(lakehouse.settings.state_dir) in sentence for sentence in sentences)
+    assert any(str(lake.settings.state_dir) in sentence for sentence in sentences)

@@ -432,10 +432,13 @@ class Players:
         tasks = [task for task in table.scan().plan_files() if not task.delete_files]
         if not tasks:
             return
-        task = world.random.choice(
-            sorted(tasks, key=lambda task: (task.file.record_count, task.file.file_path))
-        )
-        (day, number) = (value[0].as_py() for value in read_rows(table, [task]).select(["day", "id"]).columns)
+        # Paths differ from one play of a seed to the next, so the tasks are in the sequence of their rows.
+        rows_by_task = [
+            (read_rows(table, [task]).select(["day", "id"]).to_pylist(), number)
+            for number, task in enumerate(tasks)
+        ]
+        rows, chosen = world.random.choice(sorted(rows_by_task, key=lambda item: repr(item[0])))
+        task, day, number = tasks[chosen], rows[0]["day"], rows[0]["id"]
         change = RowChange(name, ChangeKind.DELETE_POSITIONS, ((day, number),))
         named_table = self._load(self._catalog(change), name)
         if named_table.metadata_location != table.metadata_location:

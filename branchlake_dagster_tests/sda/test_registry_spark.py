@@ -16,6 +16,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import WorkerTable
 from branchlake_dagster.errors import Unsupported
+from branchlake_dagster.internals.pyiceberg import commit_files
 from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
@@ -46,12 +47,13 @@ from branchlake_dagster.sda.registry.periods import DATED_ENTRY_COLUMNS, arrow_s
 from branchlake_dagster.sda.registry.satcat import read_satcat
 from branchlake_dagster.sda.registry.sources import source_name
 from branchlake_dagster.sda.registry.table_files import (
-    commit_files,
     delete_files,
+    find_foreign_columns,
     list_files,
     open_table,
 )
 from branchlake_dagster.sda.sources import snapshot_time
+from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.sda import registry_reference as reference
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 from branchlake_dagster_tests.suite.soak import soaking
@@ -354,7 +356,7 @@ def test_tables_of_earlier_versions_get_source_and_time_of_collection(session, c
             lambda: pytest.fail("no object is uncertain"),
         )
         for table_name, table in registry.tables.items():
-            commit_files(table, added=report.files[table_name], properties={})
+            commit_files(table, added=report.files[table_name], removed=(), properties={})
         catalogue = registry.rows(CATALOGUE_ROWS)
         assert set(catalogue["source"]) == {"ESA_SST"}
         written = snapshot_time(name)
@@ -392,3 +394,39 @@ def test_files_of_a_table_that_does_not_change_are_deleted(catalog):
         delete_files(table, files)
         assert not table.io.new_input(files[0].file_path).exists()
     assert table.scan().to_arrow().num_rows == 0
+
+
+def test_a_file_that_cannot_be_deleted_fails_no_run(catalog, monkeypatch, caplog):
+    rows = pa.table({"sat_no": [1]})
+    table = open_table(catalog, ("sda", "locked"), rows.schema)
+    files = WorkerTable(table.metadata.model_dump_json(), table.io.properties).write(rows)
+
+    def refuse(*_):
+        raise PermissionError("no right to delete")
+
+    monkeypatch.setattr(type(table.io), "delete", refuse)
+    delete_files(table, files)
+    assert files[0].file_path in caplog.text
+
+
+def test_columns_of_others_are_found_by_their_values(catalog):
+    known = pa.schema([("sat_no", pa.int64())])
+    table = open_table(catalog, ("sda", "extended"), known)
+    table.append(pa.table({"sat_no": [1]}, schema=known))
+    with table.update_schema() as update:
+        update.union_by_name(pa.schema([*known, ("note", pa.string()), ("empty", pa.string())]))
+    assert find_foreign_columns(table, list_files(table), known.names) == []
+    table.append(pa.table({"sat_no": [2, 3], "note": ["a", None], "empty": pa.nulls(2, pa.string())}))
+    assert find_foreign_columns(table, list_files(table), known.names) == ["note"]
+
+
+def test_the_description_of_a_table_has_no_snapshots(catalog):
+    rows = pa.table({"sat_no": [1]})
+    table = open_table(catalog, ("sda", "described"), rows.schema)
+    for _ in range(3):
+        table.append(rows)
+    described = WorkerTable.from_table(table, Settings())
+    assert str(table.current_snapshot().snapshot_id) not in described.metadata_json
+    (file,) = WorkerTable(described.metadata_json, table.io.properties).write(rows)
+    commit_files(table, added=[file], removed=(), properties={})
+    assert table.refresh().scan().to_arrow().num_rows == 4

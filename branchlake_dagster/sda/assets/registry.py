@@ -12,7 +12,14 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import LakehouseResource, WorkerTable, column_metadata, table_metadata
+from branchlake_dagster import (
+    LakehouseResource,
+    WorkerTable,
+    column_metadata,
+    commit_worker_files,
+    table_metadata,
+)
+from branchlake_dagster.errors import Unsupported
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, ELEMENT_SETS, GROUP, SATELLITE_ENTRIES
 from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OWNERS
 from branchlake_dagster.sda.contracts import (
@@ -48,8 +55,8 @@ from branchlake_dagster.sda.registry.periods import (
 )
 from branchlake_dagster.sda.registry.table_files import (
     column_bound,
-    commit_files,
     delete_files,
+    find_foreign_columns,
     list_files,
     open_table,
     partition_value,
@@ -155,7 +162,7 @@ def registry(
     all tables. Here the files are committed, table by table, if a row changes. Catalog and objects are then
     replaced whole, because the merge has all their rows anyway.
     """
-    tables = _RegistryTables(lakehouse, context.run)
+    tables = _RegistryTables(lakehouse, context)
     # If the run covers all partitions that Dagster knows, the inputs are whole tables.
     is_mine = F.col("snapshot_id").isin(pulls_of(context))
     pulls = tables.find_pulls(pulls_of(context))
@@ -186,10 +193,10 @@ def registry(
 class _RegistryTables:
     """The registry's own tables on the run's branch. Tables that are loaded here enter the run's read set."""
 
-    def __init__(self, lakehouse: LakehouseResource, run: dg.DagsterRun) -> None:
+    def __init__(self, lakehouse: LakehouseResource, context: dg.AssetExecutionContext) -> None:
         self._catalog = lakehouse.catalog()
-        self._settings = lakehouse.lakehouse.settings
-        self._run = run
+        self._lakehouse = lakehouse
+        self._context = context
         self._tables = {
             name: open_table(
                 self._catalog,
@@ -199,6 +206,8 @@ class _RegistryTables:
             )
             for name, key in _KEYS.items()
         }
+        for table in self._tables.values():
+            self._catalog.record_prefixes(table.metadata)  # workers write files before the first commit
 
     def find_pulls(self, snapshot_ids: Sequence[str]) -> PulledSnapshots:
         """Find the element sets and entries of these snapshots by the metadata of files. Costs no query."""
@@ -235,9 +244,12 @@ class _RegistryTables:
             input_name: read(_KEYS[name], known_sets if input_name == HISTORY else "true")
             for name, input_name in stored.items()
             if self._tables[name].current_snapshot() is not None
+            # Without pulled sets, no earlier set is asked for.
+            and (input_name != HISTORY or pulls.collected_at)
         }
         worker_tables = {
-            name: WorkerTable.from_table(table, self._settings) for name, table in self._tables.items()
+            name: WorkerTable.from_table(table, self._lakehouse.lakehouse.settings)
+            for name, table in self._tables.items()
         }
         snapshot = self._tables[OBJECT_ROWS].current_snapshot()
         # Another writer's snapshot has none.
@@ -257,42 +269,49 @@ class _RegistryTables:
         """Replace all rows of a table, if any row changes. Otherwise delete the files that were written."""
         table = self._tables[name]
         if changed_rows:
+            removed = list_files(table)
+            if foreign := find_foreign_columns(table, removed, COLUMNS_OF_TABLE[name]):
+                raise Unsupported(
+                    f"Column {foreign[0]} of table {_KEYS[name].to_user_string()} has values, and the"
+                    " registry replaces all rows of this table.",
+                    table=".".join(_KEYS[name].path),
+                    hint="Keep your own columns in a table of your own, with sat_no as its key.",
+                )
             sightings = dump_sightings(report.latest)
             more = (
                 {_SIGHTINGS: sightings} if name == OBJECT_ROWS and len(sightings) <= _MAX_CHARACTERS else {}
             )
-            self._commit(name, report.files[name], list_files(table), "replace_table", more)
+            self._commit(name, report.files[name], removed, more)
         else:
             delete_files(table, report.files[name])
 
     def append(self, name: str, report: MergeReport) -> None:
         """Add the new rows of a table."""
         if report.files[name]:
-            self._commit(name, report.files[name], [], "append")
+            self._commit(name, report.files[name], [])
 
     def replace_snapshots(self, name: str, report: MergeReport, snapshot_ids: Sequence[str]) -> None:
         """Replace the rows of these snapshots in a table that is partitioned by them."""
         removed = list_files(self._tables[name], "snapshot_id", snapshot_ids)
         if removed or report.files[name]:
-            self._commit(name, report.files[name], removed, "replace_partitions")
+            self._commit(name, report.files[name], removed)
 
     def _commit(
         self,
         name: str,
         added: Sequence[DataFile],
         removed: Sequence[DataFile],
-        write_mode: str,
-        more: Mapping[str, str] | None = None,
+        properties: Mapping[str, str] | None = None,
     ) -> None:
-        # The snapshot properties that the IO manager also sets (docs/architecture.md).
-        properties = {
-            "branchlake.run_id": self._run.run_id,
-            "branchlake.root_run_id": self._run.root_run_id or self._run.run_id,
-            "branchlake.asset": _KEYS[name].to_user_string(),
-            "branchlake.write_mode": write_mode,
-            **(more or {}),
-        }
-        commit_files(self._tables[name], added=added, removed=removed, properties=properties)
+        commit_worker_files(
+            self._context,
+            self._lakehouse,
+            self._tables[name],
+            key=_KEYS[name],
+            added=added,
+            removed=removed,
+            properties=properties,
+        )
 
 
 def _latest_collection(table: Table, file: DataFile) -> datetime | None:

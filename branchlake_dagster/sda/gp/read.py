@@ -1,7 +1,7 @@
 """Read a GP file in any supported format to one element set per object.
 
 `read_catalogue` reads a whole file in this process. Spark's workers read parts of files by the same functions
-(`arrow`).
+(`pulls/arrow.py`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def merge_pulled_sets(
     Args:
         current: the catalog before, ``PULLED_COLUMNS``.
         pulled_sets: element sets of one or more pulls.
-        snapshot_ids: the snapshots of the pulls, also of those without a set in ``pulled_sets``.
+        snapshot_ids: the snapshots of the pulls.
         lookup: called at most once, with the objects for which rule 3 or a withdrawn set needs all pulls.
 
     """

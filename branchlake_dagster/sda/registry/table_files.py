@@ -1,10 +1,10 @@
-"""Commit data files of the registry's tables, which Spark's workers have written, by PyIceberg."""
+"""Open the registry's tables, and read and delete their data files by PyIceberg."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import pickle
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog
@@ -24,6 +24,7 @@ from pyiceberg.types import TimestamptzType
 
 from branchlake_dagster.errors import Unsupported
 
+_logger = logging.getLogger(__name__)
 MAX_LISTED_VALUES = 200
 """PyIceberg compares no longer lists of values with partitions and bounds."""
 
@@ -105,29 +106,26 @@ def column_bound(table: Table, file: DataFile, column: str, *, is_upper: bool) -
     return int(from_bytes(TimestamptzType(), bound))
 
 
-def commit_files(
-    table: Table,
-    *,
-    added: Iterable[DataFile],
-    removed: Iterable[DataFile] = (),
-    properties: Mapping[str, str],
-) -> None:
-    """Remove data files and add others in one snapshot. `properties` become part of its summary.
-
-    Atomic: either all files are exchanged or none.
-    """
-    removed_files = list(removed)
-    with table.transaction() as transaction:
-        update = transaction.update_snapshot(snapshot_properties=dict(properties))
-        with update.overwrite() if removed_files else update.fast_append() as producer:
-            for file in removed_files:
-                producer.delete_data_file(file)
-            for file in added:
-                producer.append_data_file(file)
+def find_foreign_columns(table: Table, files: Iterable[DataFile], known: Collection[str]) -> list[str]:
+    """Return the columns outside `known` that have values in some of these files, by the files' metadata."""
+    foreign = {column.name: column.field_id for column in table.schema().fields if column.name not in known}
+    counts = [(file.value_counts or {}, file.null_value_counts or {}) for file in files]
+    return [
+        name
+        for name, field_id in foreign.items()
+        if any(field_id in values and nulls.get(field_id) != values[field_id] for values, nulls in counts)
+    ]
 
 
 def delete_files(table: Table, files: Iterable[DataFile]) -> None:
-    """Delete data files that were written for a table and that no snapshot names."""
+    """Delete data files that were written for a table and that no snapshot names.
+
+    A file that cannot be deleted is logged and left to the garbage collection.
+    """
     for file in files:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             table.io.delete(file.file_path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _logger.warning("File %s is not needed and was not deleted: %s", file.file_path, error)
