@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from branchlake_dagster.cli.main import main as command
 from branchlake_dagster.compaction.errors import CompactionRowsDiffer, RewriteFailed
 from branchlake_dagster.compaction.result import CompactedPartition, CompactedTable, CompactionResult
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.expiry.manifest_rewrite import RewrittenManifests
 from branchlake_dagster.expiry.result import ExpiredTable, ExpiryResult
 from branchlake_dagster.garbage_collection.collection_plan import (
@@ -22,6 +23,7 @@ from branchlake_dagster.garbage_collection.collection_plan import (
     ExecutedPlan,
 )
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.maintenance import metrics
 from branchlake_dagster.maintenance.maintenance_result import MaintenancePart, MaintenanceResult
 from branchlake_dagster.maintenance.maintenance_run import run_maintenance
 from branchlake_dagster.maintenance.metrics import (
@@ -81,11 +83,11 @@ def test_runs_add_up(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_part() -> None:
-    metrics = MaintenanceMetrics()
+    counts = MaintenanceMetrics()
     rows_differ = CompactedTable("shop.t", error=CompactionRowsDiffer("rows", partitions=("day=a",)))
     failed_rewrite = CompactedTable("shop.u", error=RewriteFailed("no memory", table="u"))
     manifests = (RewrittenManifests("shop.t", error=OSError("disk")),)
-    metrics.add(
+    counts.add(
         MaintenanceResult(
             CompactionResult((rows_differ, failed_rewrite)),
             ExpiryResult(),
@@ -94,27 +96,27 @@ def test_failures_are_counted_by_part() -> None:
         ),
         NOW,
     )
-    assert metrics.failures == dict.fromkeys(MaintenancePart, 1)
-    assert metrics.last_success == {}
+    assert counts.failures == dict.fromkeys(MaintenancePart, 1)
+    assert counts.last_success == {}
     lineage = TableCounter.LINEAGE_VALIDATION_FAILURES
-    assert {table: count for (name, table), count in metrics.tables.items() if name == lineage} == {
+    assert {table: count for (name, table), count in counts.tables.items() if name == lineage} == {
         "shop.t": 1,
         "shop.u": 0,
     }
 
 
 def test_a_part_that_did_not_run_is_left_out() -> None:
-    metrics = MaintenanceMetrics()
-    metrics.add(MaintenanceResult(expiry=ExpiryResult()), NOW)
-    assert metrics.last_success == {MaintenancePart.EXPIRY: NOW.timestamp()}
-    assert metrics.failures == {}
+    counts = MaintenanceMetrics()
+    counts.add(MaintenanceResult(expiry=ExpiryResult()), NOW)
+    assert counts.last_success == {MaintenancePart.EXPIRY: NOW.timestamp()}
+    assert counts.failures == {}
 
 
 def test_hostile_table_names_are_escaped() -> None:
     name = 'shop.a"b\\c\nd é{}='
-    metrics = MaintenanceMetrics()
-    metrics.tables[TableCounter.FILES_COMPACTED, name] = 1
-    assert samples(metrics.format_text()) == {("files_compacted_total", name): 1}
+    counts = MaintenanceMetrics()
+    counts.tables[TableCounter.FILES_COMPACTED, name] = 1
+    assert samples(counts.format_text()) == {("files_compacted_total", name): 1}
 
 
 def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -152,18 +154,15 @@ def test_a_run_records_its_metrics_and_the_command_prints_them(lakehouse: Lakeho
     assert json.loads((lakehouse.settings.state_dir / METRICS_FILE).read_text())["failures"] == {}
 
 
-@pytest.mark.parametrize("is_folder_missing", [False, True])
+@pytest.mark.parametrize("error", [ConfigurationError("no folder"), PermissionError("read-only")])
 def test_a_state_folder_that_is_not_writable_stops_no_maintenance(
-    lakehouse: Lakehouse, tmp_path: Path, is_folder_missing: bool
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    if is_folder_missing:
-        (tmp_path / "file").touch()
-        state_dir = tmp_path / "file" / "state"
-        lake = Lakehouse(lakehouse.settings.model_copy(update={"state_dir": state_dir}), start=False)
-    else:
-        lake = lakehouse
-        (lake.settings.state_dir / METRICS_FILE).mkdir(parents=True)
+    def refuse(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(metrics, "make_state_folder", refuse)
     sentences: list[str] = []
-    result = run_maintenance(lake, [MaintenancePart.EXPIRY], progress=sentences.append)
+    result = run_maintenance(lakehouse, [MaintenancePart.EXPIRY], progress=sentences.append)
     assert not result.has_failed
-    assert any(str(lake.settings.state_dir) in sentence for sentence in sentences)
+    assert any(str(lakehouse.settings.state_dir) in sentence for sentence in sentences)
