@@ -71,7 +71,8 @@ def commit_worker_files(
         default_namespace=lakehouse.lakehouse.settings.default_namespace,
         partitioned=definition is not None,
     )
-    partition_keys = tuple(context.partition_keys) if context.has_partition_key_range else ()
+    is_partitioned = context.has_partition_key or context.has_partition_key_range
+    partition_keys = tuple(context.partition_keys) if is_partitioned else ()
     step = context.op_execution_context.get_step_execution_context()
     return commit_files(
         table,

@@ -178,3 +178,10 @@ def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
     ][:AT_ONCE]
     first = int(tokens[-1].removeprefix("registry="))
     assert tokens == [f"registry={first + number}" for number in reversed(range(AT_ONCE))]
+    audit = stage.lake.catalog(MAIN).load_table(("sda", "catalog_merge_audit"))
+    for snapshot in audit.metadata.snapshots[-AT_ONCE:]:
+        # Undo compares later writes by the record of the replaced rows.
+        assert snapshot.summary[LakeProperty.WRITE_MODE] == "replace_partitions"
+        assert snapshot.summary[LakeProperty.PARTITION] in names
+        assert snapshot.summary[LakeProperty.PARTITION] in snapshot.summary[LakeProperty.REPLACED]
+        assert snapshot.summary[LakeProperty.STEP] == "registry"
