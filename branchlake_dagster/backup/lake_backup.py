@@ -25,7 +25,7 @@ from branchlake_dagster.backup.backup_record import (
 from branchlake_dagster.backup.database_copy import copy_database
 from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed, RestoreRefused
 from branchlake_dagster.backup.file_copy import CopyCount, copy_folder, remove_folder
-from branchlake_dagster.backup.lake_folders import NESSIE_PART, LakeFolder, list_lake_folders
+from branchlake_dagster.backup.lake_folders import NESSIE_PART, SavedFolder, list_lake_folders
 from branchlake_dagster.backup.verification import verify_backup
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.servers import NESSIE, EmbeddedServers
@@ -86,7 +86,7 @@ class LakeBackup:
         remove_folder(leftover)
 
     def _make_locked(
-        self, folder: Path, lake_folders: tuple[LakeFolder, ...], *, verify: bool, keep: int | None
+        self, folder: Path, lake_folders: tuple[SavedFolder, ...], *, verify: bool, keep: int | None
     ) -> Backup:
         taken_at = self._now()
         earlier_backups = list_lake_backups(folder, self._settings.state_dir)
@@ -117,7 +117,7 @@ class LakeBackup:
     def _fill(
         self,
         new_folder: Path,
-        lake_folders: tuple[LakeFolder, ...],
+        lake_folders: tuple[SavedFolder, ...],
         previous: Path | None,
         taken_at: datetime,
         *,
@@ -162,7 +162,7 @@ class LakeBackup:
             remove_folder(old_backup.folder.rename(old_backup.folder.with_name(name)))
 
     def _copy_folders(
-        self, lake_folders: tuple[LakeFolder, ...], new_folder: Path, previous: Path | None
+        self, lake_folders: tuple[SavedFolder, ...], new_folder: Path, previous: Path | None
     ) -> tuple[list[BackupPart], float]:
         parts, suspended_s = [], 0.0
         for lake_folder in lake_folders:
@@ -225,7 +225,7 @@ class LakeBackup:
         """
         return self._servers.find_process(NESSIE)
 
-    def _require_outside(self, folder: Path, lake_folders: tuple[LakeFolder, ...]) -> None:
+    def _require_outside(self, folder: Path, lake_folders: tuple[SavedFolder, ...]) -> None:
         resolved = folder.resolve()
         for saved in lake_folders:
             if resolved.is_relative_to(saved.path.resolve()):

@@ -17,7 +17,7 @@ DAGSTER_PART = "dagster"
 
 
 @dataclass(frozen=True)
-class LakeFolder:
+class SavedFolder:
     """One folder of the lake. `name` is the folder's name in a backup.
 
     `has_databases` is true if the folder may contain SQLite databases.
@@ -28,7 +28,7 @@ class LakeFolder:
     has_databases: bool = False
 
 
-def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolder, ...]:
+def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFolder, ...]:
     """List the folders of the lake in the order in which they are copied.
 
     Dagster's home is the first and the warehouse the last. If a run is published during the backup, its
@@ -56,14 +56,14 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
             subject=settings.warehouse_uri,
         )
     optional_folders = (
-        LakeFolder("landing", settings.landing_folder),
-        LakeFolder("alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True),
+        SavedFolder("landing", settings.landing_folder),
+        SavedFolder("alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True),
     )
     lake_folders = (
-        LakeFolder(DAGSTER_PART, dagster_home, has_databases=True),
+        SavedFolder(DAGSTER_PART, dagster_home, has_databases=True),
         *(folder for folder in optional_folders if folder.path.is_dir()),
-        LakeFolder(NESSIE_PART, settings.state_dir / "nessie"),
-        LakeFolder(WAREHOUSE_PART, local_path(settings.warehouse_uri)),
+        SavedFolder(NESSIE_PART, settings.state_dir / "nessie"),
+        SavedFolder(WAREHOUSE_PART, local_path(settings.warehouse_uri)),
     )
     if nested := find_nested_folders(lake_folders):
         inner, outer = nested
@@ -77,7 +77,7 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
     return lake_folders
 
 
-def find_nested_folders(lake_folders: Sequence[LakeFolder]) -> tuple[LakeFolder, LakeFolder] | None:
+def find_nested_folders(lake_folders: Sequence[SavedFolder]) -> tuple[SavedFolder, SavedFolder] | None:
     """Find a folder that is inside another folder or identical with it. Links are followed.
 
     Returns the inner and the outer folder; None if no folder contains another.

@@ -12,7 +12,7 @@ from pathlib import Path
 from branchlake_dagster.backup.backup_record import Backup, backup_name
 from branchlake_dagster.backup.errors import RestoreRefused
 from branchlake_dagster.backup.file_copy import copy_folder, remove_folder
-from branchlake_dagster.backup.lake_folders import LakeFolder, find_nested_folders, list_lake_folders
+from branchlake_dagster.backup.lake_folders import SavedFolder, find_nested_folders, list_lake_folders
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.embedded.state_folder import make_state_folder, record_location
 from branchlake_dagster.settings import Settings
@@ -81,14 +81,14 @@ def restore_lake(
     return RestoredLake(settings.state_dir, backup.record.main_hash, moved_paths)
 
 
-def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> list[LakeFolder]:
+def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> list[SavedFolder]:
     """Return the folders to which the parts of a backup are restored, in the order of the parts.
 
     Raises RestoreRefused if this lake would use other folders, or if one folder contains another.
     """
     lake_folders = {folder.name: folder for folder in list_lake_folders(settings, dagster_home)}
     targets = [
-        lake_folders.get(part.name) or LakeFolder(part.name, Path(part.source))
+        lake_folders.get(part.name) or SavedFolder(part.name, Path(part.source))
         for part in backup.record.parts
     ]
     for part, target in zip(backup.record.parts, targets, strict=True):
@@ -112,7 +112,7 @@ def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> lis
     return targets
 
 
-def _require_movable(target: LakeFolder) -> None:
+def _require_movable(target: SavedFolder) -> None:
     """Raise RestoreRefused if a folder is a mount point, or if its parent folder is not writable."""
     path = target.path.resolve()
     if os.path.ismount(path):

@@ -27,9 +27,9 @@ from branchlake_dagster.compaction.errors import RewriteFailed
 from branchlake_dagster.compaction.file_measures import PartitionFiles, measure_table
 from branchlake_dagster.compaction.result import (
     CompactedTable,
+    CompactionProgress,
     CompactionResult,
     LeftPartition,
-    TableProgress,
     describe_partition,
 )
 from branchlake_dagster.compaction.rewritten_files import RewrittenPartition, list_rewritten_partitions
@@ -157,7 +157,7 @@ class Compactor:
         plan: CompactionPlan,
         *,
         may_continue: Callable[[], bool] = lambda: True,
-        report: Callable[[TableProgress], None] = lambda _: None,
+        report: Callable[[CompactionProgress], None] = lambda _: None,
     ) -> CompactionResult:
         """Compact the partitions of a plan, table by table.
 
@@ -180,7 +180,7 @@ class Compactor:
                 compacted = self._compact_table(name, partitions, plan.options, limits, report)
             except Exception as error:  # noqa: BLE001 - Spark's client raises classes that nobody declared
                 compacted = CompactedTable(name, error=error)
-            report(TableProgress(name, "done", len(compacted.partitions), len(partitions)))
+            report(CompactionProgress(name, "done", len(compacted.partitions), len(partitions)))
             compacted_tables.append(replace(compacted, seconds=self._monotonic() - table_started))
         return CompactionResult(
             tuple(compacted_tables), limits.stopped, tuple(removed_branches), self._monotonic() - started
@@ -192,7 +192,7 @@ class Compactor:
         partitions: Sequence[PlannedPartition],
         options: CompactionOptions,
         limits: _Pass,
-        report: Callable[[TableProgress], None],
+        report: Callable[[CompactionProgress], None],
     ) -> CompactedTable:
         key = ContentKey.from_path(name)
         with open_branch(self._lake.nessie) as branch:
@@ -206,7 +206,7 @@ class Compactor:
                 started = self._monotonic()
                 done, failed = self._rewrite_units(session, key, partitions, options, limits, report)
                 rewrite_seconds = self._monotonic() - started
-                report(TableProgress(name, "prove", len(done), len(partitions)))
+                report(CompactionProgress(name, "prove", len(done), len(partitions)))
                 rewritten = self._load_rewritten(key, branch, before)
                 started = self._monotonic()
                 if rewritten.partitions:
@@ -218,7 +218,7 @@ class Compactor:
                 proof_seconds = self._monotonic() - started
             finally:
                 session.stop()
-            report(TableProgress(name, "publish", len(done), len(partitions)))
+            report(CompactionProgress(name, "publish", len(done), len(partitions)))
             compacted = CompactedTable(
                 name,
                 read_bytes=sum(
@@ -237,7 +237,7 @@ class Compactor:
         partitions: Sequence[PlannedPartition],
         options: CompactionOptions,
         limits: _Pass,
-        report: Callable[[TableProgress], None],
+        report: Callable[[CompactionProgress], None],
     ) -> tuple[list[PlannedPartition], dict[str, RewriteFailed]]:
         """Rewrite the partitions unit by unit, until the pass must stop.
 
@@ -250,7 +250,7 @@ class Compactor:
             if (done or failed) and not limits.may_go_on():
                 break
             size = sum(planned.bytes for planned in done)
-            report(TableProgress(key.name, "rewrite", len(done), len(partitions), size))
+            report(CompactionProgress(key.name, "rewrite", len(done), len(partitions), size))
             try:
                 self._rewrite(session, key, unit, options)
             except RewriteFailed as error:

@@ -93,7 +93,7 @@ class CompactionResult:
 
 
 @dataclass(frozen=True)
-class TableProgress:
+class CompactionProgress:
     """The progress of a table, reported when a step begins.
 
     `step` is one of `rewrite`, `prove`, `publish` and `done`. `partitions` is the number of planned

@@ -193,7 +193,7 @@ class GivenUpPosition:
 
 
 @dataclass(frozen=True)
-class Retention:
+class SnapshotRetention:
     """The decision for one table.
 
     The snapshots with `expired_ids` are to be removed. `oldest_id` is the oldest kept snapshot of the chain;
@@ -227,7 +227,7 @@ def list_ancestors(history: TableHistory, snapshot_id: int | None) -> list[Snaps
 
 def decide_retention(
     history: TableHistory, roots: TableRoots, policy: ExpiryPolicy, now_ms: int
-) -> Retention:
+) -> SnapshotRetention:
     """Decide which snapshots are kept and which expire. `now_ms` is the present time in ms since 1970.
 
     Costs a few passes over the snapshots, and one more for each branch of the Iceberg table.
@@ -252,7 +252,7 @@ def decide_retention(
         for position in roots.positions
         if position.snapshot_id in by_id and position.snapshot_id not in kept_ids
     }
-    return Retention(
+    return SnapshotRetention(
         kept_ids=frozenset(kept_ids),
         expired_ids=frozenset(by_id.keys() - kept_ids),
         oldest_id=chain[oldest_depth].snapshot_id if chain else None,

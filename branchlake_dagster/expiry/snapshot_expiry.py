@@ -27,7 +27,7 @@ from branchlake_dagster.expiry.metadata_document import (
     write_document,
 )
 from branchlake_dagster.expiry.result import ExpiredTable, ExpiryPlan, ExpiryResult, PlannedTable
-from branchlake_dagster.expiry.retention import ExpiryPolicy, Retention, TableRoots, decide_retention
+from branchlake_dagster.expiry.retention import ExpiryPolicy, SnapshotRetention, TableRoots, decide_retention
 from branchlake_dagster.expiry.roots import LakeRoots, PositionCache, RootedTable, RootsReader
 from branchlake_dagster.history.change import from_epoch_ms
 from branchlake_dagster.internals.pyiceberg import metadata_version
@@ -243,7 +243,7 @@ def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) ->
 
 
 def _require_valid(
-    table: RootedTable, metadata: TableMetadata, retention: Retention, roots: TableRoots
+    table: RootedTable, metadata: TableMetadata, retention: SnapshotRetention, roots: TableRoots
 ) -> None:
     """Raise ExpiryInvalid if the new metadata is not as decided.
 
@@ -270,7 +270,7 @@ def _require_valid(
         )
 
 
-def _describe_plan(table: RootedTable, size: int, retention: Retention) -> PlannedTable:
+def _describe_plan(table: RootedTable, size: int, retention: SnapshotRetention) -> PlannedTable:
     oldest = table.history.by_id.get(retention.oldest_id) if retention.oldest_id is not None else None
     return PlannedTable(
         table=table.key.name,
@@ -286,7 +286,9 @@ def _describe_plan(table: RootedTable, size: int, retention: Retention) -> Plann
     )
 
 
-def _describe_result(table: RootedTable, document: MetadataDocument, retention: Retention) -> ExpiredTable:
+def _describe_result(
+    table: RootedTable, document: MetadataDocument, retention: SnapshotRetention
+) -> ExpiredTable:
     return ExpiredTable(
         table.key.name,
         expired_count=len(retention.expired_ids),

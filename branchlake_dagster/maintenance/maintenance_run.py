@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
-from branchlake_dagster.compaction.result import CompactionResult, TableProgress
+from branchlake_dagster.compaction.result import CompactionProgress, CompactionResult
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.expiry.manifest_rewrite import ManifestRewriter, RewrittenManifests
 from branchlake_dagster.expiry.result import ExpiryResult
@@ -185,7 +185,7 @@ def _run_compaction(
     may_continue: Callable[[], bool],
     progress: Callable[[str], None],
 ) -> CompactionResult:
-    def report(one: TableProgress) -> None:
+    def report(one: CompactionProgress) -> None:
         partitions = f"{one.partitions_done:,} of {format_count(one.partitions, 'partition')}"
         progress(f"{one.table}: {one.step}, {partitions}, {one.bytes_done / 1e6:,.1f} MB")
 

@@ -31,7 +31,7 @@ from branchlake_dagster.compaction.compaction_plan import (
 )
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.compaction.errors import CompactionRowsDiffer, RewriteFailed
-from branchlake_dagster.compaction.result import CompactedTable, CompactionResult, TableProgress
+from branchlake_dagster.compaction.result import CompactedTable, CompactionProgress, CompactionResult
 from branchlake_dagster.compaction.spark_rewrite import rewrite_partitions
 from branchlake_dagster.compaction.summary import (
     RESULT_HEADERS,
@@ -95,7 +95,7 @@ def numbers(table: CompactedTable) -> dict[str, tuple[int, int, int]]:
 
 def test_small_files_become_one_for_each_partition(bench: Workbench) -> None:
     position = current_position(bench.main())
-    reported: list[TableProgress] = []
+    reported: list[CompactionProgress] = []
     result = Compactor.of_lake(bench.lake).run(planned(bench), report=reported.append)
     (table,) = result.tables
     assert (table.error, table.left, table.is_rebased) == (None, (), False)

@@ -16,8 +16,8 @@ from branchlake_dagster.expiry.retention import (
     ConsumerPosition,
     ExpiryPolicy,
     KeptBy,
-    Retention,
     SnapshotFacts,
+    SnapshotRetention,
     TableHistory,
     TableReference,
     TableRoots,
@@ -48,7 +48,9 @@ def chain(
 NOBODY = TableRoots()
 
 
-def decide(history: TableHistory, roots: TableRoots = NOBODY, policy: ExpiryPolicy = POLICY) -> Retention:
+def decide(
+    history: TableHistory, roots: TableRoots = NOBODY, policy: ExpiryPolicy = POLICY
+) -> SnapshotRetention:
     return decide_retention(history, roots, policy, NOW_MS)
 
 
@@ -243,7 +245,7 @@ def random_policy(dice: random.Random) -> ExpiryPolicy:
 
 
 def broken_promises(
-    history: TableHistory, roots: TableRoots, policy: ExpiryPolicy, decision: Retention
+    history: TableHistory, roots: TableRoots, policy: ExpiryPolicy, decision: SnapshotRetention
 ) -> list[str]:
     """What a decision breaks, written down again and without the code under test's own bookkeeping."""
     parents = {one.snapshot_id: one.parent_id for one in history.snapshots}
