@@ -61,7 +61,8 @@ class CompactionOptions:
 
     Raises:
         ConfigurationError: The columns do not fit the strategy, a number of bytes or partitions is not
-            positive, or `max_small_files` is negative.
+            positive, `max_seconds`, `max_small_files` or `hot_minutes` is negative, or `hot_minutes` exceeds
+            ten years.
 
     Examples:
         .. code-block:: python
@@ -94,14 +95,9 @@ class CompactionOptions:
             raise ConfigurationError(
                 "The strategy bin_pack does not take columns.", hint="Choose the strategy sort or z_order."
             )
-        limits = (
-            self.small_file_bytes,
-            self.unit_bytes,
-            self.max_bytes,
-            self.max_partitions,
-            self.max_seconds,
-        )
-        if any(limit is not None and not limit > 0 for limit in limits):
+        limits = (self.small_file_bytes, self.unit_bytes, self.max_bytes, self.max_partitions)
+        has_negative_time = self.max_seconds is not None and not self.max_seconds >= 0
+        if has_negative_time or any(limit is not None and not limit > 0 for limit in limits):
             raise ConfigurationError("A limit of a compaction is not positive.", hint="Leave it out instead.")
         if self.max_small_files < 0 or not 0 <= self.hot_minutes <= _MOST_HOT_MINUTES:
             raise ConfigurationError(

@@ -228,3 +228,19 @@ def test_a_moment_after_year_9999_has_no_predicate(kind: PrimitiveType, transfor
         partition_predicate(Record(2**62 if transform == IdentityTransform() else 2**30), spec, schema)
         is None
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_seconds": -1.0},
+        {"max_seconds": float("nan")},
+        {"hot_minutes": -1.0},
+        {"hot_minutes": float("inf")},
+        {"max_partitions": 0},
+    ],
+)
+def test_limits_without_meaning_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError):
+        CompactionOptions(**options)  # type: ignore[arg-type]
+    CompactionOptions(max_seconds=0.0, hot_minutes=0.0)
