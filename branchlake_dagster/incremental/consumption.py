@@ -622,7 +622,11 @@ class Consumption:
         return valid_time
 
     def pending_partitions(self) -> set[str]:
-        """Return all partitions of the asset that have something to consume. Raises ChangeLost."""
+        """Return all partitions that must be computed.
+
+        These have something to consume, or follow such a partition if partitions are computed in order.
+        Raises ChangeLost.
+        """
         return pending_partitions(self._consumer_state())
 
     def partitions_to_rebuild(self) -> set[str]:

@@ -314,7 +314,11 @@ def _build_batch_context(
 def _restart_from_base(
     context: dg.AssetExecutionContext, ingest: Ingest, batch_context: BatchContext
 ) -> None:
-    """Undo the commits of an earlier attempt of the step, in this run or in the run that it retries."""
+    """Reset the ingestion's tables on the run's branch if an earlier attempt of the step changed them.
+
+    They are reset to the commit of `main` from which the branch started. The earlier attempt was in this run
+    or in the run that it retries. Does nothing if the run has no branch.
+    """
     base_hash, settings = (
         batch_context.snapshot_properties.get(LakeProperty.BASE_HASH),
         batch_context.lake.settings,

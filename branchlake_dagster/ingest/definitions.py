@@ -203,7 +203,10 @@ class _BatchReporter:
         self._report()
 
     def add(self, batch: LiveBatch) -> None:
-        """Add a batch that is on `main`."""
+        """Keep a batch that is on `main` for the next report, and log its new notes.
+
+        Reports the earlier batches first if their tables differ from those of this batch.
+        """
         if self._unreported and self._unreported[-1].result.targets.names != batch.result.targets.names:
             self._report()  # the batches of one report must have the same tables
         self._batches += 1

@@ -444,7 +444,7 @@ class PublishedThrough(AutomationCondition[Any]):
 
     @property
     def description(self) -> str:
-        """Return the description for the UI."""
+        """What the UI shows as the condition's description."""
         until = "the end of the partition" if self.time is None else self.time.isoformat()
         return f"main has all records of {format_table(self.table)} through {until}"
 

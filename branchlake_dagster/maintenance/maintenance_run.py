@@ -44,8 +44,9 @@ class MaintenanceOptions:
         expiry (Optional[ExpiryPolicy]): How long snapshots are kept. (default:
             `BRANCHLAKE_SNAPSHOT_KEEP_COUNT`, `BRANCHLAKE_SNAPSHOT_KEEP_DAYS`, `BRANCHLAKE_UNDO_DAYS` and
             `BRANCHLAKE_POSITION_DAYS`)
-        max_seconds (Optional[float]): Seconds after which a compaction, and then a collection, begins no
-            further work. Finished compactions are published. An expiry has no limit. (default: no limit for a
+        max_seconds (Optional[float]): Seconds after which a compaction begins no further work. A collection
+            has the same limit, from when all live files are found. Finished compactions are published. The
+            `max_seconds` of `compaction` has priority. An expiry has no limit. (default: no limit for a
             compaction, `BRANCHLAKE_COLLECTION_BUDGET_S` for a collection)
 
     Examples:
@@ -148,9 +149,10 @@ def run_maintenance(
 
 
 class _Parts:
-    """Calls the work of requested parts, and collects errors.
+    """Calls the work of requested parts, and stores an error of a part in `errors`.
 
-    After an error, its part is not called again.
+    After an error, its part is not called again; the other parts are. ConfigurationError is raised. No work
+    begins while `may_continue` returns False.
     """
 
     def __init__(

@@ -49,7 +49,11 @@ class NessieError(BranchlakeError):
 
 
 class NessieRefused(NessieError, Terminal):
-    """The server understood the request and refused it (a 4xx status without a more specific class)."""
+    """The request is refused, and there is no more specific class.
+
+    Usually Nessie answered with a 4xx status and a reason. Also raised for an invalid reference name (nothing
+    is sent then), an untrusted certificate, and an unexpected status below 400.
+    """
 
 
 class NotNessie(NessieRefused):

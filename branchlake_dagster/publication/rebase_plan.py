@@ -250,9 +250,9 @@ class CommitPlan:
                 raise _CandidateRefused(key, CodedReason("its namespace was dropped", "namespace_dropped"))
 
     def _require_leases(self, candidate: Candidate) -> None:
-        """Refuse a candidate that does not hold one of its leases on `main`.
+        """Refuse a candidate that does not hold all of its leases on `main`.
 
-        Another run takes over a lease if its holder is silent.
+        Either a lease was never granted to it, or another run took it over because the holder was silent.
         """
         for name in sorted(candidate.leases):
             lease = Lease.from_contents(name, self.contents)

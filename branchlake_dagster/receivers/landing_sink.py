@@ -210,9 +210,10 @@ class LandingSink:
         return pa.ListArray.from_arrays(pa.array(ends), pairs)
 
     def _warm_up_parquet(self) -> None:
-        """Write a file to memory, because PyArrow imports Pandas for its first file: a second of CPU time.
+        """Write a small file to memory when the sink opens.
 
-        On a busy machine that second took most of the time in which a receiver must end.
+        For its first file, PyArrow imports Pandas, which takes a second of CPU time. Otherwise a receiver
+        that is stopped before its first file would need that second of the five in which it must end.
         """
         record = Record(b"", b"", 0, b"", None)
         pq.write_table(self.as_table([record], 0), pa.BufferOutputStream(), compression="zstd")

@@ -192,6 +192,8 @@ def record_size(record: Record) -> int:
 class Buffer:
     """Holds records in order of arrival, for one consumer.
 
+    If it is full, `offer` drops the oldest or the newest records, and `put` waits.
+
     Args:
         most_records: The capacity in records.
         most_bytes: The capacity in bytes, as measured by `record_size`.

@@ -301,9 +301,10 @@ class Maker(StrEnum):
 
 @dataclass(frozen=True)
 class BranchOrigin:
-    """The origin of a branch or tag: which Dagster instance made it.
+    """Whether this Dagster instance or another one made a branch or tag.
 
-    `instance_ids` are the sorted ids of the instances that its name, commits and heartbeats record.
+    `maker` is UNKNOWN if nothing records it, and HERE only if all records name this instance. `instance_ids`
+    are the sorted ids that its name, commits and heartbeats record; there may be several.
     """
 
     maker: Maker = Maker.UNKNOWN

@@ -66,7 +66,7 @@ class TableFiles:
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
-        """Load the manifest list of a snapshot; None if the file is missing.
+        """Load the manifest list of a snapshot; None if the file is missing or empty, as after a power cut.
 
         Raises FileUnreadable.
         """
