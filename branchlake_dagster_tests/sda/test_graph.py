@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 from pyspark.sql import DataFrame
 
-import branchlake_dagster
 from branchlake_dagster import BranchSparkResource, LakehouseResource
 from branchlake_dagster.sda.assets.catalogue import gp_ingest
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError
@@ -219,7 +218,7 @@ def test_an_asset_of_kind_spark_returns_what_spark_computes():
 
 
 def test_the_documents_state_the_engine_of_each_table():
-    page = (Path(branchlake_dagster.__file__).parents[1] / "docs" / "fusion.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text()
     rows = page.partition("| kind | assets | where |")[2].partition("\n\n")[0].splitlines()[2:]
     stated = {
         asset: kind
