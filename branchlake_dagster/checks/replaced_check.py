@@ -180,7 +180,7 @@ def relative_change(before: Any, after: Any) -> float | None:
     if before is None:
         return None
     if not (math.isfinite(before) and math.isfinite(after)):
-        # The sum of a column with NaN or infinity is no number.
+        # The sum of a column with NaN or infinity is not a finite number.
         return 0.0 if str(before) == str(after) else math.inf
     if not before:
         return 0.0 if not after else math.inf

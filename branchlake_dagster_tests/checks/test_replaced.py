@@ -85,7 +85,7 @@ def test_limits_are_looked_at_when_they_are_declared() -> None:
         (None, 5, None),
     ],
 )
-def test_a_sum_that_is_no_number_any_more_has_changed(
+def test_a_sum_that_becomes_nan_or_infinite_has_changed(
     before: Any, after: Any, expected: float | None
 ) -> None:
     assert relative_change(before, after) == expected
