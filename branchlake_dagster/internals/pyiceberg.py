@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from pyiceberg.avro.reader import Reader
 from pyiceberg.avro.resolver import construct_reader, resolve_reader
 from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.expressions import BooleanExpression
+from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, _read_deletes
 from pyiceberg.manifest import (
@@ -41,6 +43,7 @@ from pyiceberg.manifest import (
     PartitionFieldSummary,
     _inherit_from_manifest,
 )
+from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, StagedTable, Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
@@ -198,6 +201,26 @@ class _OverwriteInManifests(_OverwriteFiles):
 
     def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:  # noqa: ARG002
         return lambda manifest: manifest.added_snapshot_id in self.snapshot_ids
+
+
+def _build_manifest_evaluator(
+    partition_spec: PartitionSpec,
+    schema: Schema,
+    partition_filter: BooleanExpression,
+    case_sensitive: bool = True,
+) -> Callable[[ManifestFile], bool]:
+    """Return a function like PyIceberg's `manifest_evaluator`, but safe for several threads.
+
+    PyIceberg's visitor keeps the manifest that it evaluates, and a snapshot producer calls one visitor from
+    several threads. Then a manifest with a file to remove could be skipped, and the snapshot was refused
+    because files seemed to be missing.
+    """
+    partition_schema = Schema(*partition_spec.partition_type(schema).fields)
+    visitor = _ManifestEvalVisitor(partition_schema, partition_filter, case_sensitive)
+    return lambda manifest: bool(copy(visitor).eval(manifest))
+
+
+snapshot_producers.manifest_evaluator = _build_manifest_evaluator  # type: ignore[attr-defined]
 
 
 class _TrackingExecutors(ExecutorFactory):

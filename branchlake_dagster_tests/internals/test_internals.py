@@ -98,6 +98,11 @@ USED = [
         "_StrictMetricsEvaluator",
         "schema expr case_sensitive include_empty_files",
     ),
+    (
+        "pyiceberg.expressions.visitors",
+        "_ManifestEvalVisitor",
+        "partition_struct_schema partition_filter case_sensitive",
+    ),
     ("pyiceberg.expressions.visitors", "extract_field_ids", "expr"),
     ("pyiceberg.io.pyarrow", "_dataframe_to_data_files", "table_metadata df io write_uuid counter"),
     (
@@ -120,6 +125,11 @@ USED = [
         "base_metadata metadata_location last_updated_ms",
     ),
     ("pyiceberg.table.update.snapshot", "ExecutorFactory.get_or_create", ""),
+    (
+        "pyiceberg.table.update.snapshot",
+        "manifest_evaluator",
+        "partition_spec schema partition_filter case_sensitive",
+    ),
     ("pyiceberg.table.update.snapshot", "_FastAppendFiles", "operation transaction io snapshot_properties"),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles._commit", ""),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles.delete_data_file", "data_file"),
