@@ -18,7 +18,11 @@ class KafkaRefused(IngestError, Terminal):  # noqa: N818 - named like the other 
 
 
 class LandingUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """The landing folder does not have a topic: no receiver has written it yet, or the folder is missing."""
+    """A topic of the landing folder cannot be read now.
+
+    Its reason is `unknown_topic` if no receiver has written the topic yet or the folder is missing, and
+    `unreadable` for another error of the operating system.
+    """
 
 
 class TopicChanged(IngestError, Terminal):  # noqa: N818 - named like the other outcomes

@@ -31,7 +31,9 @@ class LandingTopics:
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
         """Return the present state of these topics, by name.
 
-        Raises LandingUnavailable for a topic that no receiver has created yet, or LandingDamaged.
+        Raises LandingUnavailable for a topic that no receiver has created yet (reason `unknown_topic`), or
+        that the operating system does not let us read (`unreadable`); LandingDamaged; and ConfigurationError
+        for a name that no topic can have.
         """
         return {name: self._topic(name) for name in sorted(set(names))}
 
@@ -40,7 +42,9 @@ class LandingTopics:
             incarnation = self._landing.topic_id(name)
             numbers = self._landing.partitions(name)
             spans = {number: self._landing.offsets(name, number) for number in numbers}
-        except (ConfigurationError, OSError) as error:
+        except (ConfigurationError, FileNotFoundError) as error:
+            if isinstance(error, ConfigurationError) and error.reason != "unknown_topic":
+                raise
             # An unmounted folder looks the same as a topic that no receiver has created yet.
             raise LandingUnavailable(
                 f"Landing folder {self._landing.folder} has no topic {name}.",
@@ -48,6 +52,13 @@ class LandingTopics:
                 " BRANCHLAKE_LANDING. The folder's topics are:"
                 f" {', '.join(self._landing.topics()) or 'none'}.",
                 reason="unknown_topic",
+                subject=name,
+            ) from error
+        except OSError as error:
+            raise LandingUnavailable(
+                f"Topic {name} in landing folder {self._landing.folder} cannot be read: {error}.",
+                hint="Check the mount and the permissions of the folder. The next tick reads it again.",
+                reason="unreadable",
                 subject=name,
             ) from error
         begins = {number: span[0] for number, span in spans.items()}

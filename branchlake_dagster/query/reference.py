@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
@@ -82,7 +82,7 @@ class LakeState:
         `branch` is a branch, a tag or `name@hash`, of which the existence is not checked. `run` is a run's
         id, or its first six or more characters: its branch, else its discarded branch, else `main` as its
         publication left it. `at` is a time (UTC if it has no zone), or the first eight or more characters of
-        a commit hash of `main`.
+        a commit hash of `main`. Eight digits that are a date, such as `20261120`, are that date.
 
         Raises NoSuchState if there is no such state, and ConfigurationError for more than one argument or an
         invalid argument.
@@ -180,7 +180,7 @@ def _find_publication(client: NessieClient, prefix: str) -> LakeState | None:
 
 def _find_by_time_or_hash(client: NessieClient, at: str) -> LakeState:
     value = at.strip()
-    if _HASH.fullmatch(value.lower()):
+    if _HASH.fullmatch(value.lower()) and not _is_compact_date(value):
         return _find_by_hash(client, value.lower())
     try:
         moment = datetime.fromisoformat(value)
@@ -192,6 +192,15 @@ def _find_by_time_or_hash(client: NessieClient, at: str) -> LakeState:
             subject=str(at),
         ) from error
     return _find_by_time(client, moment)
+
+
+def _is_compact_date(value: str) -> bool:
+    """Whether the text is a date without hyphens, such as `20261120`; it could also begin a hash."""
+    try:
+        date.fromisoformat(value)
+    except ValueError:
+        return False
+    return len(value) == len("20261120")
 
 
 def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -88,6 +89,26 @@ def test_a_topic_that_nobody_has_received_yet_is_waited_for(tmp_path: Path) -> N
     with raising(LandingUnavailable, reason="unknown_topic", subject="b") as caught:
         LandingTopics(tmp_path / "not mounted").describe(["b"])
     assert isinstance(caught.value, Transient)
+
+
+def test_a_topic_that_cannot_be_read_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land(tmp_path, "a", [b"x"])
+    offline = OSError(errno.EIO, "Input/output error")
+
+    def fail(*_: object) -> list[int]:
+        raise offline
+
+    monkeypatch.setattr(Landing, "partitions", fail)
+    with raising(LandingUnavailable, reason="unreadable", subject="a") as caught:
+        LandingTopics(tmp_path).describe(["a"])
+    assert caught.value.__cause__ is offline
+
+
+def test_a_name_that_no_topic_can_have_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+    with raising(ConfigurationError, reason="topic_name", subject="a/b"):
+        LandingTopics(tmp_path).describe(["a/b"])
 
 
 def test_a_listing_that_missed_a_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,9 @@ def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -
         pytest.param(
             {"at": "1999-01-01"}, "before_first_commit", "1999-01-01T00:00:00Z", marks=pytest.mark.nessie
         ),
+        pytest.param(
+            {"at": "19990101"}, "before_first_commit", "1999-01-01T00:00:00Z", marks=pytest.mark.nessie
+        ),
         ({"at": "00000000aa"}, "no_commit", "00000000aa"),
         ({"at": "0" * 64}, "no_commit", "0" * 64),
     ],
