@@ -98,15 +98,15 @@ def element_trust(
 
 def draw_growth(errors: pl.DataFrame) -> "Figure":
     """Draw the error along the orbit by age and orbit class: measured errors as dots, fits as lines."""
-    told = errors.filter(
+    measured = errors.filter(
         pl.col("sigma_t_km").is_not_null() & (pl.col("sigma_t_km") > 0) & (pl.col("age_days") > 0)
     )
     dots, lines = {}, {}
     for one in OWN_CLASSES:
-        mine = told.filter(orbit_class=one.value)
-        if mine.height:
-            dots[one.value] = list(mine.select("age_days", "sigma_t_km").iter_rows())
-            fitted = mine.filter(pl.col("fitted_t_km") > 0)
+        of_class = measured.filter(orbit_class=one.value)
+        if of_class.height:
+            dots[one.value] = list(of_class.select("age_days", "sigma_t_km").iter_rows())
+            fitted = of_class.filter(pl.col("fitted_t_km") > 0)
             lines[one.value] = list(fitted.select("age_days", "fitted_t_km").iter_rows())
     return draw_chart(
         "Error of element sets along the track (68 %)", "age, days", "km", lines, dots=dots, log=(True, True)

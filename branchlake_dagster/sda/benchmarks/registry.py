@@ -74,8 +74,8 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
                 found = []
                 for number in range(1, rounds + 1):
                     found.append(stage.round(number, rows))
-                    told = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
-                    say(f"round {number}/{rounds}: {told}")
+                    figures = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
+                    say(f"round {number}/{rounds}: {figures}")
         finally:
             lake.servers.stop_all()
     return {

@@ -129,8 +129,8 @@ class Track:
         bound = np.zeros(len(self.lengths))
         second = [(j + 2) * (j + 1) * self.coefficients[:, j + 2] for j in range(degree - 1)]
         for k in range(degree - 1):
-            told = np.sum([comb(k, j) / comb(degree - 2, j) * second[j] for j in range(k + 1)], axis=0)
-            bound = np.maximum(bound, np.linalg.norm(told, axis=1) / self.lengths**2)
+            bernstein = np.sum([comb(k, j) / comb(degree - 2, j) * second[j] for j in range(k + 1)], axis=0)
+            bound = np.maximum(bound, np.linalg.norm(bernstein, axis=1) / self.lengths**2)
         pieces = np.arange(len(bound) - 1)
         before, after = (self._of(one, self.knots[1:-1]) for one in (pieces, pieces + 1))
         jumps = [np.append(np.linalg.norm(b - a, axis=1), 0.0) for a, b in zip(before, after, strict=True)]
@@ -179,16 +179,16 @@ def _interpolants(
     middle, half = (low + high) / 2e6, (high - low) / 2e6
     w = ((micros[rows] - begin[:, None]) / 1e6 - middle[:, None]) / half[:, None]
     origin = position[pieces]
-    told = position[rows] - origin[:, None]
+    values = position[rows] - origin[:, None]
     terms = count * (1 if velocity is None else 2)
     powers = np.arange(terms)
     system = w[..., None] ** powers
     if velocity is not None:
         slope = powers * w[..., None] ** np.maximum(powers - 1, 0)
         system = np.concatenate([system, slope], axis=1)
-        told = np.concatenate([told, velocity[rows] * half[:, None, None]], axis=1)
+        values = np.concatenate([values, velocity[rows] * half[:, None, None]], axis=1)
     try:
-        found = np.linalg.solve(system, told)
+        found = np.linalg.solve(system, values)
     except np.linalg.LinAlgError:
         # Two of the states have nearly the same time.
         found = np.full((len(pieces), terms, 3), np.nan)
