@@ -10,12 +10,14 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.pyiceberg import commit_files
 from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables import replaced_rows
 from branchlake_dagster.tables.selection import select_partitions
-from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
+from branchlake_dagster.tables.specification import TableSpec, format_table_name, parse_table_spec
 
 
 def commit_worker_files(
@@ -49,6 +51,8 @@ def commit_worker_files(
     Raises:
         CommitFailedException: The table has changed since it was loaded, for example by a late commit of an
             earlier attempt of the step. Nothing was committed; retry the step.
+        ConfigurationError: `table` was loaded from another branch than the run's (reason `other_branch`), or
+            is the table of another asset (`other_table`). Nothing was committed.
 
     Examples:
         .. code-block:: python
@@ -71,6 +75,7 @@ def commit_worker_files(
         default_namespace=lakehouse.lakehouse.settings.default_namespace,
         partitioned=definition is not None,
     )
+    _require_own_table(table, spec, lakehouse, asset_key)
     is_partitioned = context.has_partition_key or context.has_partition_key_range
     partition_keys = tuple(context.partition_keys) if is_partitioned else ()
     step = context.op_execution_context.get_step_execution_context()
@@ -91,6 +96,33 @@ def commit_worker_files(
         )
         | dict(properties or {}),
     )
+
+
+def _require_own_table(
+    table: Table, spec: TableSpec, lakehouse: LakehouseResource, asset_key: AssetKey
+) -> None:
+    """Raise ConfigurationError unless `table` is the asset's table, loaded from the run's branch."""
+    table_name, branch = format_table_name(table.name()), lakehouse.open_branch()
+    loaded_from = table.catalog.ref if isinstance(table.catalog, NessieCatalog) else table.catalog.name
+    if table.name() != spec.identifier:
+        raise ConfigurationError(
+            f"Asset {asset_key.to_user_string()} writes table {spec.name}, but the files are for table"
+            f" {table_name}.",
+            table=table_name,
+            branch=branch,
+            hint="Give the asset of this table as `key`.",
+            reason="other_table",
+            subject=table_name,
+        )
+    if loaded_from != branch:
+        raise ConfigurationError(
+            f"Table {table_name} was loaded from {loaded_from}, but this run writes to {branch}.",
+            table=table_name,
+            branch=branch,
+            hint="Load the table with `lakehouse.catalog().load_table(…)` in the asset.",
+            reason="other_branch",
+            subject=loaded_from,
+        )
 
 
 def _format_replaced_rows(
