@@ -117,16 +117,20 @@ def restore_passed_branches(
     *,
     tag_filter: str,
     claim_filter: str = CLAIM_TAG_FILTER,
+    only: Collection[str] | None = None,
     dry_run: bool = False,
 ) -> Iterator[Reaping]:
     """Restore the discarded branches of successful runs without a verdict, and yield a decision for each.
 
     Branches that a publisher has claimed, or whose work a retry has continued, are not restored. `tag_filter`
-    is Nessie's filter for the tags of discarded branches, `claim_filter` that for the claims. `load_owners`
-    loads the owners of branches. Errors of reading are raised before anything is changed.
+    is Nessie's filter for the tags of discarded branches, `claim_filter` that for the claims. If `only` is
+    given, other branches than these are not restored. `load_owners` loads the owners of branches. Errors of
+    reading are raised before anything is changed.
     """
     discarded_tags = client.references(filter=tag_filter)
     tags = {run_branch_name(tag.name.removeprefix(ReferencePrefix.DISCARDED)): tag for tag in discarded_tags}
+    if only is not None:
+        tags = {branch: tag for branch, tag in tags.items() if branch in only}
     if not tags:
         return
     # The order of reading matters: tags, then claims, then runs. A publisher claims, discards, reports, and
@@ -260,6 +264,7 @@ class Reaper:
             self._runs.owners,
             tag_filter=discarded_filter,
             claim_filter=self._claim_filter,
+            only=self._only if self._anyones else None,
             dry_run=dry_run,
         )
         if not dry_run:

@@ -626,6 +626,23 @@ def test_a_pass_that_died_after_the_fence_is_made_up_for(
     assert left(lakehouse, namespace) == ({"fenced"} if back else {"fenced*"})
 
 
+def test_a_pass_over_named_branches_restores_no_others(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    nessie = lakehouse.nessie
+    for name in ("named", "other"):
+        discard_branch(nessie, nessie.reference(branches(name)))
+    found = reaped(
+        lakehouse,
+        namespace,
+        state_of=lambda _: OwnerState.AWAITING_PUBLICATION,
+        only=[f"run-{namespace}-named"],
+        anyones=True,
+    )
+    assert {name: one.action for name, one in found.items()} == {"named": ReapingAction.RESTORE}
+    assert left(lakehouse, namespace) == {"named", "other*"}
+
+
 def test_a_pass_that_died_before_the_funeral_is_made_up_for(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
 ) -> None:
