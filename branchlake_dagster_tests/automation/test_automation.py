@@ -302,7 +302,7 @@ def test_it_waits_for_every_unjudged_run_of_the_partition(daily: World) -> None:
     assert daily.tick() == {"2026-08-02"}
 
 
-def test_a_run_that_nobody_will_judge_holds_nothing_up_forever(plain: World) -> None:
+def test_a_run_that_nobody_will_judge_delays_nothing_forever(plain: World) -> None:
     plain.materialise(DOWN, verdict=PENDING)
     plain.tell()
     now = datetime.datetime.now(datetime.UTC)

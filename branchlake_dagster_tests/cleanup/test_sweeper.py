@@ -745,7 +745,7 @@ def test_a_sweep_that_died_is_finished_by_the_next(lake: Lake, survives: int) ->
 
 @pytest.mark.parametrize("method", ["create_tag", "delete_tag", "references", "entries", "log"])
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_call_that_fails_is_made_up_for(lake: Lake, method: str, after: int) -> None:
+def test_a_call_that_fails_is_repeated_later(lake: Lake, method: str, after: int) -> None:
     before = lake.files()
     branch = lake.branch("blocked")
     lake.table(branch).append(ROWS)

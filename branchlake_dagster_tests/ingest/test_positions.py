@@ -494,7 +494,7 @@ def test_snapshots_that_expire_after_a_roll_back_do_not_make_it_unseen() -> None
     assert found({"a": grown}).start == at(9)
 
 
-def test_a_property_that_cannot_be_read_is_made_up_for_by_the_snapshots_or_is_an_error() -> None:
+def test_a_property_that_cannot_be_read_is_replaced_by_the_snapshots_or_is_an_error() -> None:
     damaged = table(at(5))
     damaged.properties[LakeProperty.OFFSETS_PREFIX + NAME] = '{"topics": 5}'
     assert found({"a": damaged}).position == at(5)

@@ -241,7 +241,7 @@ def test_a_kind_that_is_not_known_counts_as_a_publisher_too(store: HeartbeatStor
     assert (beat.kind, beat.counter) == ("unknown", 1)
 
 
-def test_a_folder_in_the_place_of_a_file_is_nobody(store: HeartbeatStore, tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_no_writer(store: HeartbeatStore, tmp_path: Path) -> None:
     store.write(BEAT)
     (tmp_path / "_branchlake/heartbeats/run-2/odd.json").mkdir(parents=True)
     assert [beat.branch for beat in store.all()] == ["run-1"]
@@ -462,7 +462,7 @@ def test_the_interval_of_the_writer_counts(store: HeartbeatStore) -> None:
     }
 
 
-def test_a_pause_of_the_reader_itself_kills_nobody(store: HeartbeatStore) -> None:
+def test_a_pause_of_the_reader_itself_ends_no_writer(store: HeartbeatStore) -> None:
     """Both on one machine that was suspended: the clock jumped, and nobody had a chance to beat."""
     store.write(BEAT)
     time = Time(s10=lambda: store.write(replace(BEAT, counter=2)))

@@ -36,7 +36,7 @@ def test_quick_ticks_do_not_hurry_it() -> None:
     assert looks(*[(float(second), "1") for second in range(29)]) == [False] * 29
 
 
-def test_a_paused_reader_kills_nobody() -> None:
+def test_a_paused_reader_ends_no_writer() -> None:
     """An hour passed for it between two looks, and not for the writer on the same machine."""
     assert looks((0, "1"), (3600, "1"), (3601, "1"), (3602, "2")) == [False] * 4
 

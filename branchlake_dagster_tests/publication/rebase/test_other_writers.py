@@ -149,7 +149,7 @@ def test_where_the_rows_cannot_be_proved_the_same_it_is_refused(bench: Workbench
     assert bench.rows() == before
 
 
-def test_rewritten_manifests_stop_nobody(bench: Workbench) -> None:
+def test_rewritten_manifests_cause_no_refusal(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     for number in (2, 3):
         more = bench.run()

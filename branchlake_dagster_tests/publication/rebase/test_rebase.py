@@ -542,7 +542,7 @@ def test_merge_on_read_is_refused(bench: Workbench) -> None:
 
 
 @memory.ON_BOTH
-def test_waiting_runs_go_in_one_commit_and_a_refused_one_holds_up_nobody(bench: Workbench) -> None:
+def test_waiting_runs_go_in_one_commit_and_a_refused_one_delays_no_other(bench: Workbench) -> None:
     bench.seeded([("a", 0)])
     base = bench.lake.nessie.reference("main").hash
     runs = [bench.run() for _ in range(8)]
@@ -566,7 +566,7 @@ def test_waiting_runs_go_in_one_commit_and_a_refused_one_holds_up_nobody(bench: 
     assert len(bench.main().snapshots()) == 1 + 6 + 1 + 1  # a replacement is a deletion and an append
 
 
-def test_a_run_whose_files_are_gone_holds_up_nobody(bench: Workbench) -> None:
+def test_a_run_whose_files_are_gone_delays_no_other_run(bench: Workbench) -> None:
     bench.seeded([("a", 0)])
     one, two, three = bench.run(), bench.run(), bench.run()
     for run in (one, two, three):

@@ -86,7 +86,7 @@ def test_a_compaction_of_main_after_its_deletes_does_not_hide_them(bench: Workbe
     assert seen(bench) == [("a", 1), ("b", 3), ("b", 4), ("b", 5)]
 
 
-def test_deletes_in_other_partitions_stop_nobody(bench: Workbench) -> None:
+def test_deletes_in_other_partitions_cause_no_refusal(bench: Workbench) -> None:
     seeded(bench)
     run = bench.run()
     rewriting(run, "replacement")
@@ -142,7 +142,7 @@ def test_deletes_from_before_the_base_are_the_runs_to_work_in(bench: Workbench) 
     assert seen(bench) == [("a", 1), ("b", 30), ("c", 5), ("c", 6)]
 
 
-def test_deletes_of_another_file_of_the_partition_stop_nobody(bench: Workbench) -> None:
+def test_deletes_of_another_file_of_the_partition_cause_no_refusal(bench: Workbench) -> None:
     """Position deletes name their files; the bounds of the paths tell them apart."""
     bench.seeded([("a", 1)])
     more = bench.run()

@@ -329,7 +329,7 @@ class BrokenError(Exception):
     pass
 
 
-def test_a_person_s_references_are_nobody_s_business(lakehouse: Lakehouse, namespace: str) -> None:
+def test_references_of_a_person_are_ignored(lakehouse: Lakehouse, namespace: str) -> None:
     """`publish-q3-report` was deleted at once, and `discarded-v1.0-release` would have been swept."""
     nessie = lakehouse.nessie
     head = nessie.reference("main").hash
@@ -557,7 +557,7 @@ def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_t
     assert left(lakehouse, namespace) == {"quick", "quick!"}
 
 
-def test_a_pin_without_its_branch_goes(
+def test_a_claim_without_its_branch_is_deleted(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
     branch = branches("waits")
@@ -604,7 +604,7 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
         (BranchOwner("r", OwnerState.MISSING), False, False),
     ],
 )
-def test_a_pass_that_died_after_the_fence_is_made_up_for(
+def test_a_later_pass_restores_what_a_killed_pass_had_fenced(
     lakehouse: Lakehouse,
     namespace: str,
     branches: Callable[..., str],
@@ -643,7 +643,7 @@ def test_a_pass_over_named_branches_restores_no_others(
     assert left(lakehouse, namespace) == {"named", "other*"}
 
 
-def test_a_pass_that_died_before_the_funeral_is_made_up_for(
+def test_a_later_pass_reports_a_dead_run_that_a_killed_pass_did_not_report(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
 ) -> None:
     branches("dead")
@@ -661,7 +661,7 @@ def test_a_pass_that_died_before_the_funeral_is_made_up_for(
     assert beating.store.all() == ()
 
 
-def test_a_dead_writer_that_writes_after_all_is_not_buried(
+def test_a_dead_writer_that_writes_after_all_is_not_reported_as_dead(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
 ) -> None:
     branch = branches("late")

@@ -85,7 +85,7 @@ def three(lakehouse: Lakehouse, namespace: str) -> Iterator[tuple[Project, str, 
             delete(ref.name, expected_hash=ref.hash)
 
 
-def test_an_empty_metadata_file_holds_up_nobody(
+def test_an_empty_metadata_file_delays_no_other_run(
     three: tuple[Project, str, str, str], namespace: str, clock: Clock
 ) -> None:
     p, one, broken, other = three
@@ -238,7 +238,7 @@ def test_an_error_of_the_whole_group_is_divided(
 
 
 @pytest.mark.parametrize("due", ["later", "2999-01-01T00:00:00", ""])
-def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespace: str, due: str) -> None:
+def test_a_tag_that_somebody_wrote_delays_no_run(lakehouse: Lakehouse, namespace: str, due: str) -> None:
     with project(lakehouse, appending(namespace)) as p:
         run_id = p.run()
         p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: due})

@@ -244,7 +244,7 @@ def test_a_state_that_was_merged_outside_branchlake_before_its_checks_is_reporte
         assert rows(p, namespace) == [1, 6, 7]
 
 
-def test_a_database_that_is_away_for_one_state_holds_up_nobody_else(
+def test_a_database_that_is_away_for_one_state_delays_no_other_state(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asset = appending(namespace)
