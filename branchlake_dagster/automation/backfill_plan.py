@@ -79,9 +79,10 @@ def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]
 
 
 def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> str | None:
-    """Return the code version of the newest write that names the partition, or whose list was shortened.
+    """Return the code version of the newest write that may have computed the partition; None without one.
 
-    None if no write does.
+    `writes` are the partitions and the code version of each write, newest first. A write whose list of
+    partitions was shortened may have computed any partition.
     """
     for names, version in writes:
         if partition in names or any(name.startswith(_ELLIPSIS) for name in names):

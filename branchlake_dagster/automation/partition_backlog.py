@@ -158,6 +158,7 @@ def computed_partitions(
     """Return the partitions that a run computes: one partition, or all of a range.
 
     Returns (None,) for a run without partitions, and () for a range if one of its ends no longer exists.
+    Without `definition`, the run of a range counts as a run without partitions.
     """
     start, end = run.tags.get(RANGE_START_TAG), run.tags.get(RANGE_END_TAG)
     if definition is None or start is None or end is None:

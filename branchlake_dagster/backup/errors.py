@@ -13,7 +13,7 @@ class BackupFailed(BranchlakeError, Terminal):
 
 
 class BackupDamaged(BranchlakeError, Terminal):
-    """The backup is incomplete, its record is not readable, or a table in the backup cannot be read."""
+    """The backup is incomplete, has no table of `main`, or its record or a table in it cannot be read."""
 
 
 class NotBackedUpHere(ConfigurationError):

@@ -83,12 +83,16 @@ class _FileOutside(BackupDamaged):
 def verify_backup(
     folder: Path, record: BackupRecord, settings: Settings, *, say: Callable[[str], None] = lambda _: None
 ) -> VerifiedTables:
-    """Read all tables of `main` in a backup: Parquet files completely, other files only by their size.
+    """Verify that all tables of `main` in a backup can be read.
 
-    `settings` are those of the lake, whose downloaded jars are used. Nessie's store is copied next to the
-    backup, a Nessie server is started on the copy, and the data and delete files of each table's current
-    snapshot are read. The backup is not changed. Raises BackupDamaged if a table cannot be read or if the
-    backup has files of none of the tables, and ServerDidNotStart.
+    The data and delete files of each table's current snapshot are checked. Parquet files are read completely.
+    Files of other formats are not read; only their size is compared with the manifest. Nessie's store is
+    copied next to the backup, and a Nessie server is started on the copy. The backup is not changed.
+    `settings` are those of the lake, whose downloaded jars are used.
+
+    A table with files outside the saved folders is not an error: the result names it in `outside`. Raises
+    BackupDamaged if a table cannot be read, or if every table has files outside the saved folders. Raises
+    ServerDidNotStart.
     """
     folders = {Path(part.source): folder / part.name for part in record.parts}
     with _open_scratch_folder(folder, record, settings) as root:
@@ -164,7 +168,10 @@ def _read_tables(
 
 
 def _count_rows(content: IcebergTable, io: _MovedFileIO) -> int:
-    """Read the current data and delete files of a table. Return the number of rows in data files."""
+    """Read the current data and delete files of a table. Return the number of rows in data files.
+
+    Raises _FileOutside, and OSError, ValueError or BranchlakeError for a file that is missing or damaged.
+    """
     metadata = read_metadata(io, content.metadata_location)
     snapshot = metadata.current_snapshot()
     if snapshot is None:

@@ -32,7 +32,7 @@ _MAX_PYICEBERG_ROWS = 1_000
 
 
 class UpsertsFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The ways wrote different tables, or another engine than the timed one did an upsert."""
+    """The measured ways to upsert wrote different tables, or an upsert without a JVM needs Spark."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def measure_upserts(settings: Settings, *, rounds: int, say: Callable[[str], Non
     - `spark_s`: MERGE in an open Spark session.
     - `pyiceberg_s`: the upsert of the IO manager without a JVM.
     - `plain_s`: PyIceberg's `Table.upsert`, for frames of 1,000 rows.
+
+    Raises UpsertsFailed.
     """
     with own_lake(settings) as bench_settings:
         lake = Lakehouse(bench_settings, say=say)

@@ -74,8 +74,10 @@ class ReferenceStore:
     """Reads contents at `ref`, and commits to `ref` if it is a branch.
 
     `author` and `properties` are added to every commit. `now` returns seconds. Errors of the client are
-    raised unchanged, except in commits: there they become PyIceberg's *failed* and *state unknown*. PyIceberg
-    deletes the files of a failed commit and keeps those of an unknown one.
+    raised unchanged, with two exceptions. If the outcome of a commit is unknown, CommitStateUnknownException
+    is raised. `commit_plan` repeats a commit after a conflict, and in the end raises CommitFailedException.
+    Callers of `commit` convert NessieConflict to CommitFailedException themselves. The difference matters,
+    because PyIceberg deletes the files after CommitFailedException and keeps them if the outcome is unknown.
     """
 
     def __init__(
@@ -153,7 +155,8 @@ class ReferenceStore:
     def commit(self, base: Reference, operations: Sequence[Operation], message: str) -> None:
         """Commit `operations` if their keys are unchanged since `base`.
 
-        Raises NessieConflict if they have changed, CommitStateUnknownException if the outcome is unknown.
+        Raises NessieConflict if they have changed, CommitStateUnknownException if the outcome is unknown, and
+        ReadOnlyReference if `ref` does not accept commits. Other errors of the client are raised unchanged.
         """
         self.require_branch(base)
         self._cached = None
@@ -211,7 +214,8 @@ class ReferenceStore:
         If `plan` returns no operations, nothing is committed. If one of the keys changes in between, all is
         repeated from the new state. So a lost race ends in the error that `plan` raises for it, such as
         "already exists". `cached_state` is a state from `get_cached`, with which the first attempt is made.
-        Raises CommitFailedException if the keys keep changing.
+        Raises CommitFailedException if the keys keep changing, CommitStateUnknownException if the outcome of
+        a commit is unknown, and ReadOnlyReference.
         """
 
         def states() -> Iterator[ContentsAt]:

@@ -90,7 +90,10 @@ class LocationKeyer:
         self._folders: dict[str, str] = {}
 
     def keys(self, locations: Sequence[str] | pl.Series) -> Keys:
-        """Return the keys of locations, in their order."""
+        """Return the 64-bit key of each location, in the order of the locations.
+
+        Locations that may name the same file have the same key. Keys are valid in this process only.
+        """
         column = pl.Series("location", locations, dtype=pl.String)
         if column.is_empty():
             return np.empty(0, np.uint64)
@@ -125,7 +128,7 @@ class LocationKeyer:
 
 
 class KeySet:
-    """A growing set of keys in sorted arrays.
+    """A growing set of keys of locations (`LocationKeyer.keys`), in sorted arrays.
 
     It uses 8 bytes per key, and at most twice that while it grows.
     """

@@ -76,7 +76,7 @@ class RowReader:
         """Read the added and the removed rows.
 
         Unchanged rows of rewritten files are in both; `drop_unchanged_rows` removes them. Raises
-        RowsUnreadable, and ChangeLost if a file of the change was deleted.
+        RowsUnreadable as `read_removed`, and ChangeLost if a file of the change was deleted.
         """
         try:
             return ChangedRows(self.read_added(), self.read_removed())
@@ -91,7 +91,8 @@ class RowReader:
     def read_removed(self) -> pa.Table:
         """Read the rows of removed files, and the rows that delete files delete in other files.
 
-        The rows of removed files are read as they were at the start position.
+        The rows of removed files are read as they were at the start position. Raises RowsUnreadable if
+        equality deletes applied at the start position.
         """
         change = self._change
         if change.only_appends:
@@ -144,11 +145,13 @@ class RowReader:
     # -- row-level deletes ---------------------------------------------------------------------------
 
     def _deletes_before(self) -> list[DataFile]:
-        """Return the delete files that applied to the table at the start position. Raises RowsUnreadable.
+        """Return the delete files that applied to the table at the start position of the change.
 
-        The position's own snapshot may have expired. Its delete files are therefore those that the first
-        snapshot after it kept or removed. Delete files of the consumer's own run reached `main` later, but
-        applied as well.
+        The snapshot of the position may have expired. Therefore the delete files are found in the first
+        snapshot after it: those that it kept and those that it removed. Delete files that the consumer's own
+        run added on its branch are included, although they reached `main` after the position's snapshot.
+        Returns an empty list if the change is the whole table. Raises RowsUnreadable if one of the files has
+        equality deletes.
         """
         since, metadata = self._change.since, self._table.metadata
         if since is None:

@@ -193,7 +193,10 @@ def affected_partition_keys(
 def time_dimension(
     definition: PartitionsDefinition[str] | None,
 ) -> tuple[str, TimeWindowPartitionsDefinition] | None:
-    """Return the only dimension of time windows, with its definition; None if there is not exactly one."""
+    """Return the name and definition of the only dimension of time windows; None if there is not exactly one.
+
+    The name is empty for a definition without dimensions.
+    """
     parts = dimension_definitions(definition) if definition is not None else {}
     time_dimensions = [
         (name, part) for name, part in parts.items() if isinstance(part, TimeWindowPartitionsDefinition)

@@ -352,8 +352,8 @@ class _TopicStarts:
     def first_offsets(self, topic: Topic) -> Offsets:
         """Return the first offset to read of each partition.
 
-        Raises StartOffsetsMissing, StartOffsetsOutOfRange, ConsumerGroupActive, KafkaUnavailable or
-        KafkaRefused.
+        Raises StartOffsetsMissing, StartOffsetsOutOfRange, ConsumerGroupActive, KafkaUnavailable,
+        KafkaRefused, or ConfigurationError if the source has no consumer groups.
         """
         start = self._ingest.start
         if isinstance(start, CommittedOffsets):

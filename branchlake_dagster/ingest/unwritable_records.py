@@ -60,7 +60,11 @@ def error_reason(error: Exception) -> str:
 
 
 def format_note(unwritable: Mapping[RecordPosition, Exception]) -> str:
-    """Format the sentence about these records for the batch's notes and the run's log."""
+    """Format the sentences about unwritable records for the batch's notes and the run's log.
+
+    `unwritable` maps the position of each record, at least one, to its error. The first three positions and
+    the cause of the first error are named.
+    """
     shown = [
         f"{partition.topic}[{partition.partition}] {offset}"
         for partition, offset in sorted(unwritable)[:_SHOWN]

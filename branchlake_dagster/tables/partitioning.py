@@ -292,7 +292,7 @@ def split_straddling_files(table: Table, selection: Selection, properties: Mappi
 
 
 def _iter_straddling_files(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
-    """Iterate over the files in which only some rows may match the filter, and files with delete files."""
+    """Yield the files that may match the filter, if they may have other rows too or have delete files."""
     for task in table.scan(row_filter=row_filter).plan_files():
         if task.delete_files or not rows_all_match(table.schema(), task.residual, task.file):
             yield task

@@ -156,7 +156,10 @@ def build_iceberg_schema(schema: pa.Schema, *, table_name: str) -> Schema:
 
 
 def build_iceberg_type(kind: pa.DataType, *, table_name: str) -> IcebergType:
-    """Return the Iceberg type of a stored Arrow type without null parts."""
+    """Return the Iceberg type of a stored Arrow type, with fresh field ids.
+
+    Raises ColumnUnsupported if the type, or a part of it, is null. The error names the table `table_name`.
+    """
     return build_iceberg_schema(pa.schema([pa.field("it", kind)]), table_name=table_name).fields[0].field_type
 
 

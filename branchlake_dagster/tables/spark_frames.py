@@ -128,7 +128,7 @@ def _observe_rows_outside(
 
 
 def _is_outside(schema: Schema, selection: Selection) -> Column:
-    """Return the Spark condition that a row is in none of the selected partitions."""
+    """Return the Spark condition that a row of a table with `schema` is in no selected partition."""
     return ~F.coalesce(F.expr(to_sql_predicate(selection, schema)), F.lit(False))
 
 
@@ -344,6 +344,10 @@ def _change_settings(session: SparkSession, values: Mapping[str, str | None]) ->
 def read_spark_frame(
     session: SparkSession, spec: TableSpec, schema: Schema, selection: Selection | None
 ) -> DataFrame:
-    """Return the selected rows of the table as a lazy frame."""
+    """Return the rows of the selected partitions as a lazy frame, with all columns of the table.
+
+    `schema` is the schema of the table: the filter compares each column by its type. Without `selection`, the
+    frame has all rows.
+    """
     frame = session.table(spec.spark_name)
     return frame if selection is None else frame.filter(to_sql_predicate(selection, schema))

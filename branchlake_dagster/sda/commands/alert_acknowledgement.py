@@ -45,7 +45,11 @@ def acknowledge_alert(
 
 
 def _require_held(entries: pl.DataFrame | None, alert_id: str) -> int:
-    """Return the sequence number of the alert's present version. Raises AlertNotHeld."""
+    """Return the sequence number of the alert's last entry, which is its present version.
+
+    `entries` are the entries of this alert only, in the order of the log; None if there is no log. Raises
+    AlertNotHeld if there is no entry, or if the last entry retracts the alert.
+    """
     if entries is None or entries.is_empty():
         raise AlertNotHeld(
             f"There is no alert {alert_id}.",

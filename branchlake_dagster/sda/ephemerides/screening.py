@@ -177,16 +177,16 @@ def _find_approaches(
 ) -> Found:
     """Find the close approaches of objects in intervals of at most one minute.
 
-    A row without an approach within the threshold in its interval gives no result. The kinds are those of
-    `conjunctions.screening`.
+    An interval gives a result only for an approach of one of the kinds that `conjunctions.screening` defines,
+    and only within the threshold. An encounter belongs to the interval that contains its closest moment.
 
     Args:
         track: The ephemeris.
         elements: The element sets of the catalog.
         row: (k,) The rows of the objects.
         low: (k,) The starts of the intervals, UTC microseconds.
-        high: (k,) The ends of the intervals.
-        edges: The start and the end of the track's screened time.
+        high: (k,) The ends of the intervals, UTC microseconds.
+        edges: The start and the end of the track's screened time, UTC microseconds.
         threshold_km: The largest distance that counts.
     """
     if not len(row):

@@ -154,7 +154,11 @@ def _select_recent(history: DataFrame, days: float) -> tuple[int, int, DataFrame
 
 
 def _fit(pairs: DataFrame, max_sigma_km: float) -> DataFrame:
-    """Fit curves (`GROWTH_SCHEMA`) to pairs. An age bin is summarized by one task."""
+    """Fit curves of the error against age (`GROWTH_SCHEMA`) to pairs of element sets.
+
+    A curve ends before the age at which the error along the track exceeds `max_sigma_km`. All pairs of an age
+    bin are summarized by one task, and one task fits all curves.
+    """
     statistics = _map(
         pairs.select(*_STATISTIC_INPUT).repartition("age_bin"), summarize_batches, STATISTIC_SCHEMA
     )
@@ -162,7 +166,10 @@ def _fit(pairs: DataFrame, max_sigma_km: float) -> DataFrame:
 
 
 def _find_swaps(candidates: DataFrame, sets: DataFrame) -> DataFrame:
-    """Find swaps (`SWAP_SCHEMA`) in one task, because a jump may be a swap with that of any other object."""
+    """Find the swaps among the jumps `candidates` (`SWAP_SCHEMA`). `sets` are the element sets.
+
+    One task finds all swaps, because the two objects of a swap can be any two objects.
+    """
     found = F.broadcast(candidates.select("sat_no", "older_epoch", "newer_epoch"))
     for side in ("older", "newer"):
         renamed = sets.select(
@@ -176,7 +183,10 @@ def _find_swaps(candidates: DataFrame, sets: DataFrame) -> DataFrame:
 
 
 def _add_swaps(candidates: DataFrame, swaps: DataFrame) -> DataFrame:
-    """Return the columns of `ElementJump` except the model's id."""
+    """Return the jumps `candidates` with the columns of `ElementJump` except the model's id.
+
+    A jump that is in `swaps` gets the kind `swap`.
+    """
     is_swap = F.col("taken_for").isNotNull()
     joined = candidates.join(F.broadcast(swaps), ["sat_no", "newer_epoch"], "left")
     return joined.select(
