@@ -16,7 +16,11 @@ from pydantic import PrivateAttr
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
-from branchlake_dagster.internals.dagster import get_running_context, report_engine_event
+from branchlake_dagster.internals.dagster import (
+    find_context_of_run,
+    get_running_context,
+    report_engine_event,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_owner import find_check_reference, is_retry, load_instance_id
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
@@ -36,17 +40,18 @@ from branchlake_dagster.tables.table_files import TableFiles
 class ExclusiveNames:
     """The names of the exclusive leases that a run's assets declare.
 
-    They come from the job's definition, which is known only while a step runs. So the names are read in the
-    first step and kept.
+    They come from the job's definition, which is known only while a step of the run `run_id` runs in this
+    process. So the names are read in the first step and kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self._names: frozenset[str] | None = None
 
     def __call__(self) -> frozenset[str]:
-        """Return the names; empty if no step runs in this thread and none has called this before."""
+        """Return the names; empty if no step runs in this process and none has called this before."""
         if self._names is None:
-            context = get_running_context()
+            context = get_running_context() or find_context_of_run(self._run_id)
             if context is None:
                 return frozenset()
             job = context.op_execution_context.get_step_execution_context().job_def
@@ -187,7 +192,7 @@ class LakehouseResource(LakeConfig):
             lambda: self.lakehouse.nessie,
             instance,
             run_id,
-            ExclusiveNames(),
+            ExclusiveNames(run_id),
             lambda: HeartbeatStore.from_settings(settings).all(),
             interval_s=settings.heartbeat_interval_s,
             wait_s=settings.exclusive_wait_s,
@@ -241,7 +246,7 @@ class LakehouseResource(LakeConfig):
 
         This happens at the step's first access to the lake, and only if the step was attempted before.
         """
-        step = find_running_step()
+        step = find_running_step(branch.run_id)
         key = step.key
         if key is None or not (step.attempt > 1 or self._retries_parent):
             return
@@ -294,9 +299,10 @@ class LakehouseResource(LakeConfig):
         Tables that a serializable asset loads through it are added to the run's read set.
         """
         on_load = self._reads.report_load if self._reads else None
-        ref, properties, step = self.open_branch(), self._commit_options(), find_running_step().key
+        ref, properties, step = self.open_branch(), self._commit_options(), None
         if self._run_branch is not None:
             self._run_branch.note_use_by_code()
+            step = find_running_step(self._run_branch.run_id).key
         if step is not None:
             properties[f"{COMMIT_PROPERTY}{LakeProperty.CODE_OF_STEP}"] = step
         return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)

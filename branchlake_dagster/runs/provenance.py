@@ -35,6 +35,7 @@ from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.internals.dagster import (
     add_loaded_input_metadata,
+    find_context_of_run,
     get_running_context,
     report_engine_event,
 )
@@ -188,9 +189,10 @@ _merge_target: ContextVar[Identifier | None] = ContextVar("branchlake_merging", 
 
 @dataclass(frozen=True)
 class RunningStep:
-    """The step that runs in this thread, and whether it writes a serializable asset.
+    """The step that runs, and whether it writes a serializable asset.
 
-    Both are None in threads that user code started. `attempt` counts from 1 within the run.
+    `key` is None if no step is known. `is_serializable` is None in threads that user code started, because
+    such a thread may still run in a later step. `attempt` counts from 1 within the run.
     """
 
     key: str | None
@@ -198,15 +200,21 @@ class RunningStep:
     attempt: int = 1
 
 
-def find_running_step() -> RunningStep:
+def find_running_step(run_id: str | None = None) -> RunningStep:
     """Return the step that Dagster executes in this thread.
 
-    In a thread that user code started, `key` and `is_serializable` of the result are None.
+    In a thread that user code started, this is the step of the run `run_id` that executes in this process.
+    Without `run_id`, or if the run has several steps here, no step is known.
     """
-    context = get_running_context()
+    own_context = get_running_context()
+    context = own_context
+    if context is None and run_id is not None:
+        context = find_context_of_run(run_id)
     if context is None:
         return RunningStep(None, None)
     step = context.op_execution_context.get_step_execution_context()
+    if own_context is None:
+        return RunningStep(step.step.key, None, step.previous_attempt_count + 1)
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
     is_serializable = assets is not None and any(
         unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs

@@ -71,10 +71,11 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         so it raises ReadsUnknown for such an asset.
         """
         self.lakehouse.open_branch()  # each step's access is noted, even if the session is open already
-        if self.lakehouse.run_branch is not None:
-            self.lakehouse.run_branch.note_use_by_code()
+        run_branch = self.lakehouse.run_branch
+        if run_branch is not None:
+            run_branch.note_use_by_code()
         session, reads = self.own_session(), self.lakehouse.read_set
-        step = find_running_step().key
+        step = find_running_step(None if run_branch is None else run_branch.run_id).key
         if step is not None and self._holds is not None:
             _sessions.name_step(self._holds, step)
         if reads is not None and not is_connect(session):

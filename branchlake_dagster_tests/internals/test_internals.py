@@ -56,6 +56,8 @@ USED = [
         "job_name step_key asset_materialization_planned_data",
     ),
     ("dagster._core.execution.backfill", "PartitionBackfill.get_asset_backfill_data", "asset_graph"),
+    ("dagster._core.execution.context.compute", "enter_execution_context", "step_context"),
+    ("dagster._core.execution.plan.execute_step", "enter_execution_context", "step_context"),
     ("dagster._core.execution.backfill", "PartitionBackfill.with_status", "status"),
     (
         "dagster._core.execution.backfill",

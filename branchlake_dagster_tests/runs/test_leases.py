@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -217,6 +218,24 @@ def test_runs_of_an_exclusive_asset(
         assert counted(p, namespace) == 3
         # Six grants are four too many for three rows: the failed ones count as well, but not the one that waited.
         assert lease(lakehouse, namespace).token == 4
+
+
+def test_a_lease_is_held_from_the_first_access_in_a_thread_of_the_asset(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRANCHLAKE_EXCLUSIVE_WAIT_S", "0")
+
+    @dg.asset(key=[namespace, "counter"], metadata=table_metadata(require_checks=False, exclusive=namespace))
+    def counted_in_pool(lakehouse: LakehouseResource) -> pl.DataFrame:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lakehouse.catalog).result()
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, counted_in_pool) as p:
+        first = p.run()
+        p.run(ok=False)
+        p.failed_with(LeaseHeld)
+        assert p.settle(first).state is RunState.PUBLISHED
 
 
 def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse, namespace: str) -> None:

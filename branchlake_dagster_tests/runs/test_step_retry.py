@@ -1,5 +1,7 @@
 """What a step writes by its own code, by SQL or through the catalog, is there once however often it is attempted."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import dagster as dg
 import polars as pl
 import pytest
@@ -36,14 +38,19 @@ def add(lakehouse: LakehouseResource, namespace: str, n: int) -> None:
     lakehouse.catalog().load_table((namespace, "t")).append(pl.DataFrame({"n": [n]}).to_arrow())
 
 
+@pytest.mark.parametrize("in_pool", [False, True])
 def test_an_append_through_the_catalog_exists_once_after_a_retry_of_the_step(
-    lakehouse: Lakehouse, namespace: str
+    lakehouse: Lakehouse, namespace: str, in_pool: bool
 ) -> None:
     first = seed(namespace)
 
     @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)
     def writer(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> None:
-        add(lakehouse, namespace, 1)
+        if in_pool:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(add, lakehouse, namespace, 1).result()
+        else:
+            add(lakehouse, namespace, 1)
         if context.retry_number == 0:
             raise RuntimeError("after the append")
 
