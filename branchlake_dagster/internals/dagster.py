@@ -260,7 +260,7 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
             _running_contexts.pop(id(running_context), None)
 
 
-execute_step.enter_execution_context = _record_execution_context
+execute_step.enter_execution_context = _record_execution_context  # type: ignore[attr-defined]
 
 
 def find_context_of_run(run_id: str) -> Any:

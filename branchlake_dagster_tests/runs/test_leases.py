@@ -225,16 +225,20 @@ def test_a_lease_is_held_from_the_first_access_in_a_thread_of_the_asset(
 ) -> None:
     monkeypatch.setenv("BRANCHLAKE_EXCLUSIVE_WAIT_S", "0")
 
+    tokens: list[int] = []
+
     @dg.asset(key=[namespace, "counter"], metadata=table_metadata(require_checks=False, exclusive=namespace))
     def counted_in_pool(lakehouse: LakehouseResource) -> pl.DataFrame:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lakehouse.catalog).result()
+        tokens.append(lease(lakehouse.lakehouse, namespace).token)
         return pl.DataFrame({"n": [1]})
 
     with project(lakehouse, counted_in_pool) as p:
         first = p.run()
         p.run(ok=False)
         p.failed_with(LeaseHeld)
+        assert tokens == [1]
         assert p.settle(first).state is RunState.PUBLISHED
 
 
