@@ -63,6 +63,7 @@ from pyiceberg.table.update.snapshot import (
     _OverwriteFiles,
 )
 from pyiceberg.utils.concurrent import ExecutorFactory
+from pyiceberg.utils.lazydict import LazyDict
 from pyiceberg.utils.properties import property_as_bool, property_as_int
 from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
@@ -221,6 +222,21 @@ def _build_manifest_evaluator(
 
 
 snapshot_producers.manifest_evaluator = _build_manifest_evaluator  # type: ignore[attr-defined]
+
+
+def _build_whole_dict(lazy_dict: LazyDict[Any, Any]) -> dict[Any, Any]:
+    """Build the dictionary of a `LazyDict`, as PyIceberg does, but assign it only when it is complete.
+
+    PyIceberg assigns an empty dictionary first. Another thread then found no metrics in a data file that both
+    share, and a manifest writer counted no entries and wrote some.
+    """
+    items = (item for pairs in lazy_dict._contents for item in zip(pairs[::2], pairs[1::2], strict=True))
+    complete_dict = dict(items)
+    lazy_dict._dict = complete_dict
+    return complete_dict
+
+
+LazyDict._build_dict = _build_whole_dict  # type: ignore[method-assign, assignment]
 
 
 class _TrackingExecutors(ExecutorFactory):

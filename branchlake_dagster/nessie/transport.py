@@ -7,6 +7,7 @@ answer or a broken connection is converted into the NessieError that shows wheth
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import threading
 from collections.abc import Callable, Mapping
@@ -350,9 +351,9 @@ class HttpTransport:
         self._verify = validate_verify(verify)
         self._is_loopback = urlsplit(self.uri).hostname in ("127.0.0.1", "localhost", "::1")
         self._timeout = (connect_timeout_s, read_timeout_s)
-        self._local = threading.local()
         self._sessions: list[requests.Session] = []
         self._lock = threading.Lock()
+        self._forget_sessions()
 
     def __repr__(self) -> str:
         return f"HttpTransport({self.uri})"
@@ -365,7 +366,21 @@ class HttpTransport:
         for session in sessions:
             session.close()
 
+    def _forget_sessions(self) -> None:
+        """Start without connections in this process. Those of a parent process stay open for the parent."""
+        self._process_id = os.getpid()
+        self._local = threading.local()
+        self._sessions = []
+        self._lock = threading.Lock()
+
     def _session(self) -> requests.Session:
+        """Return the session of this thread, with its own connection.
+
+        A process that was forked gets new sessions: on a connection that two processes use, each could get
+        the answers to the other's requests.
+        """
+        if self._process_id != os.getpid():
+            self._forget_sessions()
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
             session = requests.Session()

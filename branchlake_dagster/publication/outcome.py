@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,12 +160,13 @@ _CACHED_COUNTS = 200
 class MainView:
     """Reads row counts of `main`, and links to commits.
 
-    Counts at a commit are cached, as it never changes.
+    Counts at a commit are cached, as it never changes. Safe for several threads.
     """
 
     def __init__(self, lake: Lakehouse) -> None:
         self._lake = lake
         self._row_counts: LRUCache[tuple[object, ...], int | None] = LRUCache(_CACHED_COUNTS)
+        self._lock = threading.Lock()
 
     def count_rows(self, tables: Collection[str], commit: str | None) -> Mapping[str, int | None]:
         """Count the rows of each table on `main` at `commit` (None: now), by dotted table name.
@@ -179,7 +181,11 @@ class MainView:
         """Return the address of a commit's web page; None if a browser could not open it."""
         return commit_page_url(self._lake.endpoints(spark=False), self._lake.settings, commit)
 
-    @cachedmethod(lambda self: self._row_counts, key=lambda _, table, commit: hashkey(table, commit))
+    @cachedmethod(
+        lambda self: self._row_counts,
+        key=lambda _, table, commit: hashkey(table, commit),
+        lock=lambda self: self._lock,
+    )
     def _count_cached(self, table: str, commit: str) -> int | None:
         return self._count(table, commit)
 

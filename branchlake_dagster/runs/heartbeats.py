@@ -276,8 +276,14 @@ class HeartbeatThread:
             if len(self._writes) < _MAX_PENDING_WRITES:
                 beat = replace(self._beat, counter=counter, written_at=datetime.now(UTC))
                 write = threading.Thread(target=self._write, args=(beat,), daemon=True)
-                self._writes.append(write)
-                write.start()
+                try:
+                    write.start()
+                except RuntimeError:
+                    # The system allows no more threads at present. Without heartbeats the run would count as
+                    # dead, so the timer writes this one itself, although a slow storage delays the next.
+                    self._write(beat)
+                else:
+                    self._writes.append(write)
             if self._stopped.wait(self._beat.interval_s):
                 return
 

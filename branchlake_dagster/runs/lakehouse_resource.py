@@ -340,6 +340,8 @@ class LakehouseResource(LakeConfig):
 
 def record_branch_heads(run_id: str) -> None:
     """Record the heads of the branches that this run opened in this process; see `RunBranch.record_head`."""
-    for (process, owner, _), branch in list(_branches.items()):
+    with _first_use:
+        branches = list(_branches.items())
+    for (process, owner, _), branch in branches:
         if process == os.getpid() and owner == run_id:
             branch.record_head()

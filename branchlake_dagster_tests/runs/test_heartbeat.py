@@ -386,6 +386,25 @@ def test_a_failing_heartbeat_is_reported_once_and_repeated(
         heart.stop()
 
 
+def test_heartbeats_go_on_while_no_more_threads_can_be_started(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.release.set()
+    heart = HeartbeatThread(slow, replace(BEAT, interval_s=0.02))
+    heart.start()
+    until(lambda: slow.attempts >= 2)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        before = slow.attempts
+        until(lambda: slow.attempts >= before + 3)
+    heart.stop()
+    assert slow.all() == ()
+
+
 # -- the reader ----------------------------------------------------------------------------------------
 
 
