@@ -269,18 +269,7 @@ class CollectionJournal:
 
         The event `started` also updates the number of passes in the marker file.
         """
-        row = {
-            "pass_id": pass_id,
-            "plan_id": plan.plan.plan_id if plan is not None else plan_id,
-            "event": event,
-            "time": now,
-            "digest": plan.digest if plan is not None else "",
-            "rules_digest": plan.rules_digest if plan is not None else "",
-            "heads_digest": plan.heads_digest if plan is not None else "",
-            "file_count": plan.plan.file_count if plan is not None else 0,
-            "size_bytes": plan.plan.size_bytes if plan is not None else 0,
-            "details": json.dumps(details or {}, default=str),
-        }
+        row = _build_event_row(pass_id, event, now, plan=plan, plan_id=plan_id, details=details)
         self._append("collections", [row])
         if event == "started":
             self._write_marker()
@@ -482,12 +471,43 @@ class CollectionJournal:
         if old_passes:
             removed = [event["details"]["passes"] for event in events if event["event"] == "trimmed"]
             total = old_passes + max(removed, default=0)
-            # Recorded first: a pass that is killed in between counts some passes twice, which only makes
-            # the journal look newer.
-            self.record_event(pass_id, "trimmed", now, details={"passes": total})
-            self._change("collections", lambda table: table.delete(LessThan("time", oldest.isoformat())))
+            row = _build_event_row(pass_id, "trimmed", now, details={"passes": total})
+            trimmed = pa.Table.from_pylist([row], schema=_TABLES["collections"])
+
+            def replace_old_rows(table: Table) -> None:
+                # One commit: another pass that starts in between would count the old passes twice, write that
+                # number to the marker, and later refuse the journal as too old.
+                with table.transaction() as transaction:
+                    transaction.delete(LessThan("time", oldest.isoformat()))
+                    transaction.append(trimmed)
+
+            self._change("collections", replace_old_rows)
         for name in _TABLES:
             self._change(name, _expire_snapshots)
+
+
+def _build_event_row(
+    pass_id: str,
+    event: str,
+    now: datetime,
+    *,
+    plan: JournaledPlan | None = None,
+    plan_id: str = "",
+    details: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Return a row of the table `collections`. `plan` or `plan_id` name the plan of the event, if any."""
+    return {
+        "pass_id": pass_id,
+        "plan_id": plan.plan.plan_id if plan is not None else plan_id,
+        "event": event,
+        "time": now,
+        "digest": plan.digest if plan is not None else "",
+        "rules_digest": plan.rules_digest if plan is not None else "",
+        "heads_digest": plan.heads_digest if plan is not None else "",
+        "file_count": plan.plan.file_count if plan is not None else 0,
+        "size_bytes": plan.plan.size_bytes if plan is not None else 0,
+        "details": json.dumps(details or {}, default=str),
+    }
 
 
 def _expire_snapshots(table: Table) -> None:

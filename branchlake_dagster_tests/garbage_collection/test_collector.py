@@ -1264,6 +1264,32 @@ def test_two_passes_may_remove_snapshots_of_the_journal_at_once(
     assert sorted(events) == ["executed", "finished", "planned", "started"]
 
 
+def test_a_pass_may_start_while_another_one_removes_old_rows_of_the_journal(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, other_journal = lake.collector().journal, lake.collector().journal
+    journal.open()
+    other_journal.open()
+    now = datetime.now(UTC)
+    for days in (120, 110, 100, 1):
+        journal.record_event(f"pass {days}", "started", now - timedelta(days=days))
+    change = journal_module.CollectionJournal._change
+    others: list[journal_module.CollectionJournal] = [other_journal]
+
+    def start_another_pass_after(self: journal_module.CollectionJournal, name: str, *rest: Any) -> None:
+        change(self, name, *rest)
+        if self is journal and name == "collections" and others:
+            others.pop().record_event("other pass", "started", now)
+
+    monkeypatch.setattr(journal_module.CollectionJournal, "_change", start_another_pass_after)
+    journal.trim("pass", now)
+    assert not others
+    marker = journal.read_marker()
+    assert marker is not None
+    assert journal.count_passes() == 5 == marker["passes"]
+    journal.verify(marker)
+
+
 def test_a_file_is_explained(lake: CollectedLake) -> None:
     lake.tag("release-1")
     old = lake.append(2)
