@@ -489,6 +489,7 @@ def acquire_pass_lock(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"publication-{settings.lake_id}.lock"
     deadline = clock() + patience_s
+    stuck_since: float | None = None
     while True:
         with path.open("a+b", buffering=0) as handle:
             if try_file_lock(handle.fileno()):
@@ -498,7 +499,16 @@ def acquire_pass_lock(
                     yield True
                     return
                 continue  # another pass deleted this file before we locked it
-            _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
+            since = _pass_start(handle)
+            if since > now() - longest_pass_s(settings):
+                stuck_since = None
+            elif since == stuck_since:
+                _abandon(path, handle, now=now())
+            else:
+                # A pass that has just acquired the lock has not replaced the record of the last one yet.
+                stuck_since = since
+                sleep(_POLL_S)
+                continue
             if _is_current(path, handle):
                 if clock() >= deadline:
                     yield False
@@ -506,21 +516,28 @@ def acquire_pass_lock(
                 sleep(_POLL_S)
 
 
-def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: float) -> None:
-    """Delete the lock file if its holder is stuck, so that later passes create a new file.
+def _pass_start(handle: IO[bytes]) -> float:
+    """Return the start of the pass that the lock file names, in Unix seconds.
 
-    A holder is stuck if its pass began more than `longest_s` seconds before `now`. Two passes may delete the
-    file at the same moment and then work at the same time. That is allowed.
+    Without a readable record this is the time of the file's last change.
     """
     holder = _read_holder(handle)
-    since = holder.since if holder else os.fstat(handle.fileno()).st_mtime
-    if since <= now - longest_s and _is_current(path, handle):
+    return holder.since if holder else os.fstat(handle.fileno()).st_mtime
+
+
+def _abandon(path: Path, handle: IO[bytes], *, now: float) -> None:
+    """Delete the lock file of a stuck pass, so that later passes create a new file.
+
+    Two passes may delete the file at the same moment and then work at the same time. That is allowed.
+    """
+    holder = _read_holder(handle)
+    if _is_current(path, handle):
         path.unlink(missing_ok=True)
         pid = holder.pid if holder else "an unknown process"
         _log.warning(
             "The publication pass of process %s began %.0f s ago and is stuck. This pass ignores its lock.",
             pid,
-            now - since,
+            now - _pass_start(handle),
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.publication.reconciler import acquire_pass_lock, longest_pass_s
 from branchlake_dagster.settings import Settings
 
@@ -97,3 +98,17 @@ def test_a_holder_without_a_record_is_as_old_as_its_file(settings: Settings) -> 
         os.utime(lock, (0, 0))
         with acquire_pass_lock(settings) as beside:
             assert beside
+
+
+def test_the_record_of_the_last_pass_is_not_taken_for_that_of_a_new_holder(settings: Settings) -> None:
+    with acquire_pass_lock(settings, now=lambda: 5.0):
+        (lock,) = (settings.state_dir / "run").glob("publication-*.lock")
+    with lock.open("r+b") as new_holder:
+        assert try_file_lock(new_holder.fileno())
+
+        def replace_the_record(_: float) -> None:
+            lock.write_text(json.dumps({"pid": 1, "since": time.time()}))
+
+        with acquire_pass_lock(settings, sleep=replace_the_record) as beside:
+            assert not beside
+    assert holder(settings)["pid"] == 1
