@@ -1,7 +1,7 @@
 """Decides when a run branch is ended, from facts about the branch and the history of `main`.
 
 The rules are pure functions of the facts about a branch. The reasons for the rules are in
-docs/adr/0007-closed-gate-and-reaping.md. `MainHistory` reads the history of `main` as far back as needed. It
+docs/adr/0010-fencing-and-sweeping.md. `MainHistory` reads the history of `main` as far back as needed. It
 finds the commit that a branch started from, and the runs that were published since.
 """
 
