@@ -176,6 +176,8 @@ def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
         LossReason.RECREATED: "The table was dropped and created again after the asset last consumed it.",
         LossReason.EXPIRED: "Snapshots since the asset last consumed the table have expired. Their changes"
         " are not known.",
+        LossReason.DELETES_UNDONE: "A publication with delete files was undone after the asset consumed it."
+        " The rows that came back are in no added file.",
         LossReason.FILES_GONE: "Files of snapshots since the asset last consumed the table were deleted.",
         LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back. Rows that it had computed from"
         " consumed changes are gone.",
@@ -266,6 +268,7 @@ def capture_change(
         _build_step(snapshot, ordinal, files[snapshot.snapshot_id])
         for ordinal, snapshot in enumerate(snapshots)
     )
+    _require_known_deletes(steps, name)
     added, removed, deletes = _net_files(steps)
     return ChangeSet(name, since, end, steps, added, removed, deletes)
 
@@ -299,16 +302,21 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
     added, removed = changed_files(files.added, data=True), changed_files(files.removed, data=True)
     # Removed delete files do not count: their rows were removed too, or a larger delete file replaced them.
     deletes = changed_files(files.added, data=False)
+    undone_deletes: tuple[ChangedFile, ...] = ()
+    if summary_value(snapshot, LakeProperty.UNDONE_SNAPSHOTS) is not None:
+        # Delete files that an undo adds are those that the removed ones had replaced.
+        deletes, undone_deletes = (), changed_files(files.removed, data=False)
     return Step(
         snapshot.snapshot_id,
         ordinal,
-        _change_kind(snapshot, added, removed, deletes),
+        _change_kind(snapshot, added, removed, deletes or undone_deletes),
         from_epoch_ms(snapshot.timestamp_ms),
         added,
         removed,
         deletes,
         summary_value(snapshot, LakeProperty.RUN_ID),
         replayed_from(snapshot),
+        undone_deletes,
     )
 
 
@@ -333,12 +341,24 @@ def _change_kind(
 NetFiles = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[ChangedFile, ...]]
 
 
+def _require_known_deletes(steps: Sequence[Step], table: str) -> None:
+    """Raise ChangeLost if an undo removed delete files that were added before the first step.
+
+    Their rows are in the table again, but the step has no added file with these rows.
+    """
+    added_keys: set[str] = set()
+    for step in steps:
+        added_keys |= {_delete_file_key(file) for file in step.deletes}
+        if any(_delete_file_key(file) not in added_keys for file in step.undone_deletes):
+            raise _change_lost_error(LossReason.DELETES_UNDONE, table)
+
+
 def _net_files(steps: Sequence[Step]) -> NetFiles:
     """Return the added files, removed files and delete files of all steps, without those that cancel out.
 
     A file that was added and later removed is in none of them. Compactions are skipped: the files that a
     compaction replaced keep representing their rows. If a later step removes a file that a compaction wrote,
-    all rows of that file count as removed.
+    all rows of that file count as removed. Delete files that an undo removed again cancel out.
     """
     added: dict[str, ChangedFile] = {}
     removed: dict[str, ChangedFile] = {}
@@ -353,6 +373,8 @@ def _net_files(steps: Sequence[Step]) -> NetFiles:
             if removed.pop(file.path, None) is None:
                 added[file.path] = file
         deletes |= {_delete_file_key(one): one for one in step.deletes}
+        for file in step.undone_deletes:
+            deletes.pop(_delete_file_key(file), None)
     return tuple(added.values()), tuple(removed.values()), tuple(deletes.values())
 
 

@@ -51,7 +51,8 @@ class ChangeKind(StrEnum):
     DELETE = "delete"
     """Files were removed and no file was added."""
     ROW_DELETES = "row deletes"
-    """Delete files or deletion vectors were added by UPDATE, MERGE or DELETE (merge-on-read)."""
+    """Delete files or deletion vectors were added by UPDATE, MERGE or DELETE (merge-on-read), or an undo
+    removed them."""
     COMPACT = "compact"
     """The same rows were written to other files."""
 
@@ -95,11 +96,15 @@ class Step:
     """The delete files that the snapshot added."""
     run_id: str | None = None
     replayed_from: int | None = None
+    undone_deletes: tuple[ChangedFile, ...] = ()
+    """The delete files that the undo of a publication removed: their rows are in the table again."""
 
     @property
     def changes_rows(self) -> bool:
         """Whether the snapshot changed rows. A compaction does not."""
-        return self.kind is not ChangeKind.COMPACT and bool(self.added or self.removed or self.deletes)
+        return self.kind is not ChangeKind.COMPACT and bool(
+            self.added or self.removed or self.deletes or self.undone_deletes
+        )
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,8 @@ class LossReason(StrEnum):
     RECREATED = "dropped and created again"
     EXPIRED = "its snapshots have expired"
     FILES_GONE = "files of the change have been deleted"
+    DELETES_UNDONE = "an undo has removed delete files"
+    """Rows that the consumer had read as deleted are in the table again. No added file has them."""
     RESULT_ROLLED_BACK = "the consumer's own table was rolled back"
 
 

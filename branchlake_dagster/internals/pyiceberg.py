@@ -25,6 +25,7 @@ from pyiceberg.avro.file import MAGIC, META_SCHEMA, SYNC_SIZE, AvroFileHeader
 from pyiceberg.avro.reader import Reader
 from pyiceberg.avro.resolver import construct_reader, resolve_reader
 from pyiceberg.catalog import MetastoreCatalog
+from pyiceberg.exceptions import ValidationException
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io import FileIO
@@ -40,6 +41,7 @@ from pyiceberg.manifest import (
     ManifestEntry,
     ManifestEntryStatus,
     ManifestFile,
+    ManifestWriterV2,
     PartitionFieldSummary,
     _inherit_from_manifest,
 )
@@ -47,6 +49,7 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, StagedTable, Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import (
     AddSnapshotUpdate,
@@ -62,6 +65,8 @@ from pyiceberg.table.update.snapshot import (
     _MergeAppendFiles,
     _OverwriteFiles,
 )
+from pyiceberg.typedef import EMPTY_DICT, TableVersion
+from pyiceberg.types import IntegerType, ListType, NestedField, StructType
 from pyiceberg.utils.concurrent import ExecutorFactory
 from pyiceberg.utils.lazydict import LazyDict
 from pyiceberg.utils.properties import property_as_bool, property_as_int
@@ -70,6 +75,7 @@ from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 from branchlake_dagster.internals.column_metrics import ReliableStrictEvaluator
 
 __all__ = [
+    "DeleteManifestWriter",
     "add_log_entry",
     "apply_updates",
     "as_compaction",
@@ -147,12 +153,19 @@ def build_snapshot(
     properties: dict[str, str],
     written_paths: list[str],
     manifests_of: Collection[int] | None = None,
+    added_deletes: Collection[DataFile] = (),
+    removed_deletes: Collection[DataFile] = (),
 ) -> tuple[TableUpdate, ...]:
     """Build a snapshot on `table` from existing files, and return its updates. Nothing is committed.
 
+    `added` and `removed` are data files. `added_deletes` are files of position deletes, which get the new
+    snapshot's sequence number; `removed_deletes` are delete files of any kind. Other delete files stay, and
+    keep their sequence numbers.
+
     This uses the producers of PyIceberg's own `append` and `overwrite`; PyIceberg exports none that takes
     both added and removed files. The paths of the manifests that it writes are added to `written_paths`, also
-    after an error. Raises ValidationException if `table` no longer has one of the removed files.
+    after an error. Raises ValidationException if `table` no longer has one of the removed files, data or
+    delete files.
 
     With `manifests_of`, removed files are searched only in the manifests that these snapshots added, so that
     the cost does not grow with the table. ValidationException can then also mean that a file is in another
@@ -160,11 +173,12 @@ def build_snapshot(
     """
     removed_files = list(removed)
     producer_class = _OverwriteFiles if removed_files else _FastAppendFiles
-    if removed_files and manifests_of is not None:
+    if (removed_files and manifests_of is not None) or added_deletes or removed_deletes:
         producer_class = _OverwriteInManifests
     producer = producer_class(operation, _FixedTransaction(table), table.io, snapshot_properties=properties)
     if isinstance(producer, _OverwriteInManifests):
-        producer.snapshot_ids = frozenset(manifests_of or ())
+        producer.snapshot_ids = None if manifests_of is None else frozenset(manifests_of)
+        producer.added_deletes, producer.removed_deletes = tuple(added_deletes), frozenset(removed_deletes)
     for file in removed_files:
         producer.delete_data_file(file)
     for file in added:
@@ -195,13 +209,132 @@ def build_manifest_rewrite(table: Table, *, written_paths: list[str]) -> tuple[T
     return tuple(map(as_compaction, updates))
 
 
+class DeleteManifestWriter(ManifestWriterV2):
+    """Writes a manifest of delete files in format version 2. PyIceberg writes only manifests of data."""
+
+    def content(self) -> ManifestContent:
+        """Return the kind of files that the manifest lists."""
+        return ManifestContent.DELETES
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {**super()._meta, "content": "deletes"}
+
+    def _with_partition(self, format_version: TableVersion) -> Schema:
+        """Return the schema of entries with `equality_ids` as integers.
+
+        PyIceberg declares them as longs, which Iceberg's Java library cannot read.
+        """
+        fields = []
+        for field in super()._with_partition(format_version).fields:
+            if isinstance(field.field_type, StructType):
+                inner_fields = [_with_integer_ids(inner) for inner in field.field_type.fields]
+                field = field.model_copy(update={"field_type": StructType(*inner_fields)})
+            fields.append(field)
+        return Schema(*fields)
+
+
+def _with_integer_ids(field: NestedField) -> NestedField:
+    if field.name != "equality_ids":
+        return field
+    return field.model_copy(update={"field_type": ListType(136, IntegerType(), element_required=True)})
+
+
 class _OverwriteInManifests(_OverwriteFiles):
-    """An overwrite whose removed files are all in the manifests that `snapshot_ids` added."""
+    """An overwrite that may also add and remove delete files.
 
-    snapshot_ids: frozenset[int] = frozenset()
+    If `snapshot_ids` is not None, all removed files must be in the manifests that these snapshots added.
+    """
 
-    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:  # noqa: ARG002
-        return lambda manifest: manifest.added_snapshot_id in self.snapshot_ids
+    snapshot_ids: frozenset[int] | None = None
+    added_deletes: tuple[DataFile, ...] = ()
+    removed_deletes: frozenset[DataFile] = frozenset()
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        snapshot_ids = self.snapshot_ids
+        if snapshot_ids is None:
+            return super()._build_manifest_evaluator(spec_id)
+        return lambda manifest: manifest.added_snapshot_id in snapshot_ids
+
+    def _manifests(self) -> list[ManifestFile]:
+        if not (self.added_deletes or self.removed_deletes):
+            return super()._manifests()
+        # The manifests are read before any is written, so nothing is left behind if a delete file is missing.
+        removed_entries, kept_entries = self._divide_delete_entries()
+        changed_paths = set(kept_entries)
+        manifests = [one for one in super()._manifests() if one.manifest_path not in changed_paths]
+        for entries in filter(None, kept_entries.values()):
+            manifests.append(self._write_deletes(entries, "existing"))
+        for content_entries in (removed_entries, self._build_added_entries()):
+            status = "delete" if content_entries is removed_entries else "add"
+            by_spec: dict[int, list[ManifestEntry]] = {}
+            for entry in content_entries:
+                by_spec.setdefault(entry.data_file.spec_id, []).append(entry)
+            manifests += [self._write_deletes(entries, status) for entries in by_spec.values()]
+        return manifests
+
+    def _divide_delete_entries(self) -> tuple[list[ManifestEntry], dict[str, list[ManifestEntry]]]:
+        """Return the entries of removed delete files, and the other live entries of their manifests.
+
+        The other entries are grouped by the path of the manifest. Manifests without a removed delete file are
+        left out. Raises ValidationException if a removed delete file is not live.
+        """
+        removed_entries: list[ManifestEntry] = []
+        kept_entries: dict[str, list[ManifestEntry]] = {}
+        snapshot = self._transaction.table_metadata.snapshot_by_name(self._target_branch or MAIN_BRANCH)
+        for manifest in snapshot.manifests(self._io) if snapshot is not None else ():
+            if manifest.content != ManifestContent.DELETES:
+                continue
+            entries = self.fetch_manifest_entry(manifest)
+            found_entries = [entry for entry in entries if entry.data_file in self.removed_deletes]
+            if found_entries:
+                removed_entries += found_entries
+                kept_entries[manifest.manifest_path] = [
+                    entry for entry in entries if entry.data_file not in self.removed_deletes
+                ]
+        missing_files = self.removed_deletes - {entry.data_file for entry in removed_entries}
+        if missing_files:
+            paths = ", ".join(sorted(file.file_path for file in missing_files))
+            raise ValidationException(f"Missing required files to delete: {paths}")
+        return removed_entries, kept_entries
+
+    def _build_added_entries(self) -> list[ManifestEntry]:
+        return [
+            ManifestEntry.from_args(
+                status=ManifestEntryStatus.ADDED,
+                snapshot_id=self._snapshot_id,
+                sequence_number=None,
+                file_sequence_number=None,
+                data_file=file,
+            )
+            for file in self.added_deletes
+        ]
+
+    def _write_deletes(self, entries: list[ManifestEntry], status: str) -> ManifestFile:
+        """Write a manifest of delete files that all have the same partition spec.
+
+        `status` is `add`, `existing` or `delete`.
+        """
+        with DeleteManifestWriter(
+            self.spec(entries[0].data_file.spec_id),
+            self.schema(),
+            self.new_manifest_output(),
+            self._snapshot_id,
+            self._compression,
+        ) as writer:
+            for entry in entries:
+                getattr(writer, status)(entry)
+        return writer.to_manifest_file()
+
+    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
+        added_files, removed_files = self._added_data_files, self._deleted_data_files
+        # PyIceberg counts the files in these collections by their content, so it also counts delete files.
+        self._added_data_files = [*added_files, *self.added_deletes]
+        self._deleted_data_files = {*removed_files, *self.removed_deletes}
+        try:
+            return super()._summary(snapshot_properties)
+        finally:
+            self._added_data_files, self._deleted_data_files = added_files, removed_files
 
 
 def _build_manifest_evaluator(

@@ -170,7 +170,8 @@ class SnapshotFiles:
             if cached is not None:
                 return cached[0]
             touched_files = _collect_files(stored or _load_snapshot(snapshot, table.io), snapshot, files)
-            file_count = len(touched_files.added) + len(touched_files.removed) + len(touched_files.deletes)
+            file_count = len(touched_files.added) + len(touched_files.removed)
+            file_count += len(touched_files.deletes) + len(touched_files.removed_deletes)
             size = _FILE_OVERHEAD + file_count * (_FILE_OVERHEAD + files.column_count)
             if snapshot.manifest_list and size <= self._max_columns:
                 with self._lock:
@@ -193,6 +194,7 @@ def _collect_files(stored: StoredSnapshot, snapshot: Snapshot, files: _FileConve
     added: list[File] = []
     removed: list[File] = []
     deletes: list[DeleteFile] = []
+    removed_deletes: list[DeleteFile] = []
     operation = snapshot.summary.operation if snapshot.summary else None
     mode = ChangeMode.COMPACT if operation == Operation.REPLACE else None
     for entry in stored.entries:
@@ -202,12 +204,14 @@ def _collect_files(stored: StoredSnapshot, snapshot: Snapshot, files: _FileConve
         is_added = entry.status == ManifestEntryStatus.ADDED
         if file.content == DataFileContent.DATA:
             (added if is_added else removed).append(files.to_data_file(file))
-        elif is_added:
-            # A removed delete file is ignored: if main still has it, it has nothing left to delete.
+        elif not is_added:
+            # The mode does not depend on it: if main still has it, it usually has nothing left to delete.
+            removed_deletes.append(files.to_delete_file(file))
+        else:
             deletes.append(files.to_delete_file(file))
             vector = file.file_format == FileFormat.PUFFIN
             mode = mode or (ChangeMode.DELETION_VECTORS if vector else ChangeMode.ROW_DELETES)
-    return TouchedFiles(tuple(added), tuple(removed), tuple(deletes), mode)
+    return TouchedFiles(tuple(added), tuple(removed), tuple(deletes), mode, tuple(removed_deletes))
 
 
 def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
@@ -287,6 +291,8 @@ class _FileConverter:
             None if equality else data_paths(file),
             everywhere,
             may_hold,
+            equality,
+            file,
         )
 
     def _partition_path(self, file: DataFile) -> str:

@@ -101,6 +101,10 @@ class DeleteFile:
     """Whether the file may delete rows of all partitions, as an equality delete without a partition does."""
     may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
     """Checks whether the file may delete rows of a predicate."""
+    by_value: bool = False
+    """Whether the file deletes rows by the values of columns (equality deletes), not by their positions."""
+    handle: Any = field(default=None, compare=False, repr=False)
+    """The table format's own object for the file: PyIceberg's `DataFile`."""
 
     def may_delete_from(self, file: File) -> bool:
         """Return whether this delete file may delete rows of `file`, an older data file."""
@@ -127,7 +131,9 @@ class SnapshotChange:
     properties: Mapping[str, str] = field(default_factory=dict, compare=False)
     """The entries that the writer put into the snapshot's summary, without the totals."""
     deletes: tuple[DeleteFile, ...] = ()
-    """The files of row-level deletes that the snapshot added."""
+    """The files of row-level deletes that the snapshot added.
+
+    For the snapshot of an undo also those that it removed: they changed which rows the table has."""
     recorded_predicate: ReplacedRows | None = None
     """The predicate of the replaced rows as the writer recorded it; None if it did not."""
     partition_names: tuple[str, ...] = ()
@@ -136,6 +142,8 @@ class SnapshotChange:
     """The id of the snapshot on a run's branch that this snapshot replays."""
     is_manifest_rewrite: bool = False
     """Whether the snapshot only lists the same files in other manifests."""
+    removed_deletes: tuple[DeleteFile, ...] = ()
+    """The files of row-level deletes that the snapshot removed."""
     is_reversal: bool = False
     """Whether a rebase adds this step, which the run's branch does not have, to reverse a compaction."""
 
@@ -275,6 +283,7 @@ class TouchedFiles:
     deletes: tuple[DeleteFile, ...] = ()
     mode: ChangeMode | None = None
     """How the snapshot changed the table; None if its operation and its files do not show it."""
+    removed_deletes: tuple[DeleteFile, ...] = ()
 
 
 _MODES = {
@@ -460,7 +469,11 @@ def _own_entries(snapshot: Snapshot) -> dict[str, str]:
 def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
     keys = tuple(name for name in summary.get(LakeProperty.KEYS, "").split(",") if name)
-    mode = files.mode or _infer_mode(snapshot, files.removed, before)
+    mode, deletes = files.mode or _infer_mode(snapshot, files.removed, before), files.deletes
+    if files.removed_deletes and LakeProperty.UNDONE_SNAPSHOTS in summary:
+        # Rows that these files had deleted are in the table again. Other snapshots remove delete files only
+        # together with the rows, or replace them by files that delete the same rows.
+        mode, deletes = files.mode or ChangeMode.ROW_DELETES, (*deletes, *files.removed_deletes)
     recorded_predicate = summary.get(LakeProperty.REPLACED) if mode is ChangeMode.REPLACE_PARTITIONS else None
     return SnapshotChange(
         snapshot_id=snapshot.snapshot_id,
@@ -472,7 +485,8 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         properties=_own_entries(snapshot),
         original_id=replayed_from(snapshot),
         is_manifest_rewrite=_is_manifest_rewrite(snapshot),
-        deletes=files.deletes,
+        deletes=deletes,
+        removed_deletes=files.removed_deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
         partition_names=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
     )

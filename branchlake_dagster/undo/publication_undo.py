@@ -499,7 +499,7 @@ class PublicationUndo:
             target.table.metadata.properties,
             keep_positions=keep_positions,
         )
-        if undo.restored and old_table is not None:
+        if (undo.restored or undo.restored_deletes) and old_table is not None:
             require_restorable(name, undo, old_table)
         if undo.reversals:
             require_reversible(name, undo, target.table)

@@ -43,6 +43,9 @@ class UndoneTable:
     """The names of the properties that get their earlier values, also positions and offsets."""
     superseded_by: tuple[str, ...] = ()
     """The ids of later runs that have replaced a part of the undone rows already."""
+    removed_delete_files: int = 0
+    """The number of removed delete files. The rows that they deleted come back in their data files; they do
+    not count as `restored_rows`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def describe_table(table: str, undo: TableUndo) -> UndoneTable:
         restored_rows=_sum_known(restored_rows),
         properties=tuple(sorted({*undo.properties_set, *undo.properties_removed})),
         superseded_by=undo.superseded_by,
+        removed_delete_files=len(undo.removed_deletes),
     )
 
 

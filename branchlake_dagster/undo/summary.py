@@ -28,6 +28,8 @@ def format_undo(undo: Undo, *, dry_run: bool) -> str:
 def list_columns(table: UndoneTable) -> tuple[str, str, str, str, str]:
     """Return the cells of the table's row, in the order of `HEADERS`."""
     notes = []
+    if table.removed_delete_files:
+        notes.append(f"removes {format_count(table.removed_delete_files, 'delete file')}")
     if table.properties:
         notes.append("earlier values of " + ", ".join(table.properties))
     if table.superseded_by:
@@ -88,6 +90,7 @@ def undo_to_json(undo: Undo) -> dict[str, Any]:
                 "restored_rows": table.restored_rows,
                 "properties": list(table.properties),
                 "superseded_by": list(table.superseded_by),
+                "removed_delete_files": table.removed_delete_files,
             }
             for table in undo.tables
         ],

@@ -31,7 +31,7 @@ from branchlake_dagster.wording import CodedReason
 
 
 def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
-    """Raise DependencyFound if a file to restore is missing, or if delete files had deleted rows of it.
+    """Raise DependencyFound if a file to restore is missing, or if rows of a data file had been deleted.
 
     The deleted rows would come back. `name` is the table's dotted name, and `old_table` the table before the
     undone publications.
@@ -40,8 +40,10 @@ def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
     old_deletes = convert_delete_files(old_table.metadata, delete_files)
     if dependency := find_returning_deletes(undo, old_deletes, name):
         raise DependencyFound(dependency)
+    handles = [file.handle for file in undo.restored.values()]
+    handles += [file.handle for file in undo.restored_deletes.values()]
     stored_files = [
-        StoredFile(old_table.io, file.path, file.handle.file_size_in_bytes) for file in undo.restored.values()
+        StoredFile(old_table.io, handle.file_path, handle.file_size_in_bytes) for handle in handles
     ]
     _require_readable(name, stored_files)
 
@@ -86,7 +88,7 @@ def build_undone_state(
     """
     state = StagedState(target.base, target.table, list(target.written_paths))
     _apply(state, _metadata_updates(undo, old_table))
-    if undo.removed or undo.restored:
+    if undo.changes_files:
         ids = ",".join(map(str, undo.snapshot_ids))
         try:
             for reversal in undo.reversals:
@@ -116,10 +118,12 @@ def _build_undo_snapshot(
             state.table,
             added=[file.handle for file in undo.restored.values()],
             removed=[file.handle for file in undo.removed.values()],
-            operation=Operation.OVERWRITE if undo.restored else Operation.DELETE,
+            operation=Operation.OVERWRITE if undo.restored or undo.removed_deletes else Operation.DELETE,
             properties=dict(properties),
             written_paths=state.written_paths,
             manifests_of=manifests_of,
+            added_deletes=[file.handle for file in undo.restored_deletes.values()],
+            removed_deletes=[file.handle for file in undo.removed_deletes.values()],
         )
 
     if undo.reversals:

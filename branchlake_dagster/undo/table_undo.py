@@ -13,6 +13,14 @@ publications. They can be undone as well.
 | compacted them together with other files | restores the old files first, if the rows are the same |
 | removed or rewrote a file that the undone step added | depends on it |
 | updated or deleted rows where files would be restored | depends on it, unless keys are certainly different |
+| removed, rewrote or compacted a file whose rows the undone step deleted by delete files | depends on it |
+| removed or replaced these delete files | depends on it |
+| updated or deleted rows where these rows come back | depends on it, unless it deleted rows only by value |
+
+The delete files of an undone step are removed, so that the rows that they deleted come back in their files.
+If the step had replaced older files of position deletes, these are added again. Deletes by value (equality
+deletes) apply to all older rows, whether other delete files had deleted them or not. So later ones are
+independent of the undone step.
 """
 
 from __future__ import annotations
@@ -44,15 +52,19 @@ from branchlake_dagster.wording import CodedReason
 _NOT_INVERTIBLE = {
     ChangeMode.UNKNOWN: CodedReason("its history does not lead back to the publication", "history_lost"),
     ChangeMode.OLD_LAYOUT: CodedReason("it has files of an older partition spec", "older_partition_spec"),
-    ChangeMode.ROW_DELETES: CodedReason(
-        "the publication wrote delete files (merge-on-read), which cannot be undone", "wrote_delete_files"
-    ),
     ChangeMode.DELETION_VECTORS: CodedReason(
         "the publication wrote deletion vectors, which cannot be undone", "wrote_deletion_vectors"
     ),
 }
+_WROTE_DELETE_FILES = CodedReason(
+    "the publication replaced delete files in a way that cannot be undone", "wrote_delete_files"
+)
 _COMPACTED = CodedReason("rows of the publication were compacted together with others", "compacted")
 _DELETED_ROWS = CodedReason("rows that were deleted before the publication would come back", "deleted_rows")
+_COMPACTED_DELETES = CodedReason("files whose rows the publication deleted were compacted since", "compacted")
+_ROWS_CHANGED = CodedReason(
+    "later changes may concern rows that the publication removed", "rows_changed_since"
+)
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 _MORE_PARTITIONS = "…"
@@ -116,6 +128,13 @@ class TableUndo:
 
     removed: dict[str, File] = field(default_factory=dict)
     restored: dict[str, File] = field(default_factory=dict)
+    removed_deletes: dict[str, DeleteFile] = field(default_factory=dict)
+    """The delete files to remove, by path. The rows that they deleted come back."""
+    restored_deletes: dict[str, DeleteFile] = field(default_factory=dict)
+    """The files of position deletes to add again, by path."""
+    newer_paths: set[str] = field(default_factory=set)
+    """The paths of data files that are newer than all of `removed_deletes`, or that the step which wrote the
+    newest of them added. No row of another step in these files is deleted by `removed_deletes`."""
     properties_set: dict[str, str] = field(default_factory=dict)
     properties_removed: tuple[str, ...] = ()
     old_layout: Layout | None = None
@@ -136,11 +155,15 @@ class TableUndo:
         return [file for reversal in self.reversals for file in reversal.removed]
 
     @property
+    def changes_files(self) -> bool:
+        """Whether the undo adds or removes data files or delete files."""
+        return bool(self.removed or self.restored or self.removed_deletes or self.restored_deletes)
+
+    @property
     def changes_anything(self) -> bool:
         """Whether the undo changes files, properties or columns of the table."""
         return bool(
-            self.removed
-            or self.restored
+            self.changes_files
             or self.properties_set
             or self.properties_removed
             or self.old_layout is not None
@@ -187,6 +210,7 @@ def plan_table_undo(
             raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
         if own_steps:
             _follow_later_step(table, undo, step, change)
+            undo.newer_paths |= {file.path for file in step.added}
     _require_separate_files(table, steps, own_steps, superseding_steps)
     undo.snapshot_ids = tuple(step.snapshot_id for step in own_steps)
     replacing_steps = superseding_steps.values()
@@ -228,16 +252,38 @@ def _find_superseding_steps(
     """Return the later step that replaced all rows of an undone step, by the snapshot id of the undone step.
 
     `own_ids` are the snapshots to undo; steps without such a later step are left out. The changes between
-    both steps do not matter: their rows in the replaced partitions are gone as well.
+    both steps do not matter: their rows in the replaced partitions are gone as well. Only a statement that
+    may have moved rows to other partitions does.
     """
     superseding_steps: dict[int, SnapshotChange] = {}
     for number, own_step in enumerate(steps):
         if own_step.snapshot_id in own_ids:
-            later_steps = (step for step in steps[number + 1 :] if step.snapshot_id not in own_ids)
-            replacing_step = next((step for step in later_steps if _supersedes(step, own_step)), None)
-            if replacing_step is not None:
-                superseding_steps[own_step.snapshot_id] = replacing_step
+            later_steps = [step for step in steps[number + 1 :] if step.snapshot_id not in own_ids]
+            for position, step in enumerate(later_steps):
+                if not _supersedes(step, own_step):
+                    continue
+                between = later_steps[:position]
+                if _replaces_whole_table(step) or not any(_may_move_rows(one, own_step) for one in between):
+                    superseding_steps[own_step.snapshot_id] = step
+                break
     return superseding_steps
+
+
+def _may_move_rows(step: SnapshotChange, own_step: SnapshotChange) -> bool:
+    """Return whether a statement of a user may have moved rows of the undone step to other partitions.
+
+    This is so if it changed rows in a partition of `own_step` and added rows to another partition. In a table
+    without partitions, every statement that added rows may have done so.
+    """
+    if step.mode not in (ChangeMode.REWRITE, ChangeMode.ROW_DELETES) or not step.added:
+        return False
+    own_partitions = {file.partition for file in own_step.added}
+    changed_partitions = {file.partition for file in step.removed}
+    changed_partitions |= {delete_file.partition for delete_file in step.deletes}
+    added_partitions = {file.partition for file in step.added}
+    return bool(own_partitions & changed_partitions) and (
+        "" in added_partitions or not added_partitions <= own_partitions
+    )
 
 
 def _require_separate_files(
@@ -261,9 +307,18 @@ def _require_separate_files(
 
 
 def _require_invertible(table: str, step: SnapshotChange) -> None:
-    mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _NOT_INVERTIBLE else step.mode
-    if mode in _NOT_INVERTIBLE:
-        raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[mode], tuple(sorted(step.partitions))))
+    """Raise DependencyFound if the undo of a step cannot be written, whatever the later steps are.
+
+    A step that replaced files of equality deletes is one of them: they apply to older data files only, and
+    would apply to newer ones if they were added again.
+    """
+    reason = _NOT_INVERTIBLE.get(step.mode)
+    if reason is None and step.deletes:
+        replaced_by_value = any(file.by_value for file in step.removed_deletes)
+        if step.mode is not ChangeMode.ROW_DELETES or replaced_by_value:
+            reason = _WROTE_DELETE_FILES
+    if reason is not None:
+        raise DependencyFound(Dependency(table, reason, tuple(sorted(step.partitions))))
 
 
 def _require_no_deleted_rows(table: str, step: SnapshotChange, deletes: Sequence[DeleteFile]) -> None:
@@ -291,6 +346,16 @@ def _add_own_step(undo: TableUndo, step: SnapshotChange) -> None:
     for file in step.added:
         if undo.restored.pop(file.path, None) is None:
             undo.removed[file.path] = file
+    for delete_file in step.removed_deletes:
+        # Without new delete files, the step removed only those that had nothing left to delete.
+        if undo.removed_deletes.pop(delete_file.path, None) is None and step.deletes:
+            undo.restored_deletes[delete_file.path] = delete_file
+    for delete_file in step.deletes:
+        if undo.restored_deletes.pop(delete_file.path, None) is None:
+            undo.removed_deletes[delete_file.path] = delete_file
+    if step.deletes:
+        undo.newer_paths.clear()
+    undo.newer_paths |= {file.path for file in step.added}
 
 
 def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
@@ -320,6 +385,7 @@ def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change
 
     Raises DependencyFound if the later step depends on the undone publications.
     """
+    _require_live_deletes(table, undo, step)
     if step.mode is ChangeMode.COMPACT:
         step = _follow_compaction(undo, step, change)
     else:
@@ -334,7 +400,57 @@ def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change
     if step.mode not in (ChangeMode.COMPACT, ChangeMode.APPEND):
         _require_independent_deletes(table, undo, step)
         _require_independent_rows(table, undo, step, change)
+        _require_independent_returns(table, undo, step, change)
         _require_no_skipped_keys(table, undo, step)
+
+
+def _require_live_deletes(table: str, undo: TableUndo, step: SnapshotChange) -> None:
+    """Raise DependencyFound if a later step ended the effect of delete files that the undo removes.
+
+    This is so if it removed or replaced one of them, or if it removed, rewrote or compacted a data file with
+    rows that they may have deleted: these rows are in no file any more.
+    """
+    if not undo.removed_deletes:
+        return
+    replaced_deletes = [one for one in step.removed_deletes if one.path in undo.removed_deletes]
+    older_files = [file for file in step.removed if file.path not in undo.newer_paths]
+    lost_files = find_hit_files(list(undo.removed_deletes.values()), older_files)
+    if replaced_deletes or lost_files:
+        reason = CodedReason(
+            "later changes rewrote files whose rows the publication deleted", "rewritten_since"
+        )
+        if step.mode is ChangeMode.COMPACT:
+            reason = _COMPACTED_DELETES
+        partitions = {file.partition for file in lost_files if file.partition}
+        partitions |= {file.partition for file in replaced_deletes if file.partition}
+        raise DependencyFound(Dependency(table, reason, tuple(sorted(partitions)), _run_ids(step)))
+
+
+def _require_independent_returns(
+    table: str, undo: TableUndo, step: SnapshotChange, change: TableChange
+) -> None:
+    """Raise DependencyFound if a later step might have changed rows that come back in their files.
+
+    The step ran while delete files of the publication deleted these rows, so it did not change them. Deletes
+    by value concern them anyway.
+    """
+    returning_deletes = list(undo.removed_deletes.values())
+    only_by_value = bool(step.deletes) and all(one.by_value for one in step.deletes) and not step.removed
+    if not returning_deletes or only_by_value:
+        return
+    predicate, layout = step.recorded_predicate, change.after
+    keys = {*step.key_columns}
+    if predicate is not None:
+        concerned_deletes = [one for one in returning_deletes if one.may_hold(predicate)]
+    elif step.mode is ChangeMode.UPSERT and layout.partition_columns and layout.partition_columns <= keys:
+        concerned_deletes = [
+            one for one in returning_deletes if one.everywhere or one.partition in step.partitions
+        ]
+    else:
+        concerned_deletes = returning_deletes if step.touched_files or step.deletes else []
+    if concerned_deletes:
+        partitions = tuple(sorted({one.partition for one in concerned_deletes if one.partition}))
+        raise DependencyFound(Dependency(table, _ROWS_CHANGED, partitions, _run_ids(step)))
 
 
 def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) -> None:
@@ -419,10 +535,7 @@ def _require_independent_rows(table: str, undo: TableUndo, step: SnapshotChange,
         # The statement of a user may have matched restored rows, wherever the rows that it changed are.
         concerned_files = restored_files if step.touched_files or step.deletes else []
     if concerned_files:
-        reason = CodedReason(
-            "later changes may concern rows that the publication removed", "rows_changed_since"
-        )
-        raise DependencyFound(Dependency(table, reason, _partitions(concerned_files), _run_ids(step)))
+        raise DependencyFound(Dependency(table, _ROWS_CHANGED, _partitions(concerned_files), _run_ids(step)))
 
 
 def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout) -> list[File]:

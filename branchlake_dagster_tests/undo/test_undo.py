@@ -727,12 +727,12 @@ class History:
         return Step(kind, day, tuple((self.random.choice("abc"), number) for number in sorted(numbers)))
 
 
-def check_history(bench: Workbench, seed: int) -> int:
+def check_history(bench: Workbench, seed: int, history_class: type[History] = History) -> int:
     """Undo the publications of a random history in another order; return how many undos were not refused.
 
     After each of them `main` must have the rows of the history without the undone publications.
     """
-    history = History(random.Random(seed))
+    history = history_class(random.Random(seed))
     seed_rows = [("a", -1), ("b", -2), ("c", -3)]
     name = f"t{seed}"
     bench.seeded(seed_rows, spec=FLAT if seed % 3 == 0 else BY_DAY, name=name)
