@@ -91,7 +91,7 @@ def join_own_changes(table: str, changes: Sequence[OwnChange]) -> OwnChange:
     """Join the changes of several publications of one table into one change. `changes` has the oldest first.
 
     A property that another publication set in between is left out, so that the undo keeps its value. Raises
-    DependencyFound if another publication changed the columns in between.
+    DependencyFound if another publication changed the columns or the partition spec in between.
     """
     old_properties: dict[str, str | None] = {}
     new_properties: dict[str, str | None] = {}
@@ -110,6 +110,9 @@ def join_own_changes(table: str, changes: Sequence[OwnChange]) -> OwnChange:
     layouts = [(one.new_layout, other.old_layout) for one, other in pairwise(changes)]
     if any(layout is not None and layout.shape != new.shape for new, layout in layouts):
         reason = CodedReason("another publication changed its columns in between", "columns_used")
+        raise DependencyFound(Dependency(table, reason))
+    if any(layout is not None and layout.spec != new.spec for new, layout in layouts):
+        reason = CodedReason("another publication changed its partition spec in between", "partition_spec")
         raise DependencyFound(Dependency(table, reason))
     return OwnChange(
         frozenset().union(*(change.snapshot_ids for change in changes)),

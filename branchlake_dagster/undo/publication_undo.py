@@ -41,6 +41,7 @@ from branchlake_dagster.undo.table_state import (
     require_reversible,
 )
 from branchlake_dagster.undo.table_undo import (
+    SPEC_CHANGED,
     Dependency,
     DependencyFound,
     OwnChange,
@@ -499,6 +500,8 @@ class PublicationUndo:
             target.table.metadata.properties,
             keep_positions=keep_positions,
         )
+        if undo.restores_spec and self._has_changed_spec_since(history, current):
+            raise DependencyFound(Dependency(name, SPEC_CHANGED))
         if (undo.restored or undo.restored_deletes) and old_table is not None:
             require_restorable(name, undo, old_table)
         if undo.reversals:
@@ -512,6 +515,25 @@ class PublicationUndo:
             plan.states.append(state)
             plan.new_contents[key] = self._tables.write(state, current.content_id)
         return undone_table
+
+    def _has_changed_spec_since(self, history: _KeyHistory, current: IcebergTable) -> bool:
+        """Return whether another commit since the publications gave the table another partition spec.
+
+        `current` is the table on `main`. Its spec alone does not show that: a later commit may have set the
+        earlier spec, and another one the publication's again. Reads the log of `main` since the first of the
+        publications.
+        """
+        own_hashes = {publication.hash for publication, _ in history.commits}
+        first_hash = history.commits[0][0].hash
+        return any(
+            isinstance(operation, Put)
+            and operation.key == history.key
+            and isinstance(operation.content, IcebergTable)
+            and operation.content.spec_id != current.spec_id
+            for entry in self._client.log(MAIN, since=first_hash, fetch_operations=True)
+            if entry.commit.hash not in own_hashes
+            for operation in entry.operations
+        )
 
     def _load_own_change(self, history: _KeyHistory) -> OwnChange:
         """Load the snapshots, properties and columns that the undone publications changed in one table.
@@ -549,7 +571,7 @@ def _unknown_error(where: Mapping[str, str]) -> UndoUnknown:
 
 
 _GONE = "dropped_since"
-_NAMED_BY_TABLE = frozenset({"changed_since", "renamed", "positions_moved", _GONE})
+_NAMED_BY_TABLE = frozenset({"changed_since", "renamed", "positions_moved", SPEC_CHANGED.code, _GONE})
 """The codes of dependencies for which every later publication of the table counts as the cause."""
 
 

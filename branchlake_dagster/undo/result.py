@@ -46,6 +46,8 @@ class UndoneTable:
     removed_delete_files: int = 0
     """The number of removed delete files. The rows that they deleted come back in their data files; they do
     not count as `restored_rows`."""
+    restores_spec: bool = False
+    """Whether the table gets its earlier partition spec."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def describe_table(table: str, undo: TableUndo) -> UndoneTable:
         properties=tuple(sorted({*undo.properties_set, *undo.properties_removed})),
         superseded_by=undo.superseded_by,
         removed_delete_files=len(undo.removed_deletes),
+        restores_spec=undo.restores_spec,
     )
 
 

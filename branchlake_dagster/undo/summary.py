@@ -30,6 +30,8 @@ def list_columns(table: UndoneTable) -> tuple[str, str, str, str, str]:
     notes = []
     if table.removed_delete_files:
         notes.append(f"removes {format_count(table.removed_delete_files, 'delete file')}")
+    if table.restores_spec:
+        notes.append("earlier partition spec")
     if table.properties:
         notes.append("earlier values of " + ", ".join(table.properties))
     if table.superseded_by:
@@ -91,6 +93,7 @@ def undo_to_json(undo: Undo) -> dict[str, Any]:
                 "properties": list(table.properties),
                 "superseded_by": list(table.superseded_by),
                 "removed_delete_files": table.removed_delete_files,
+                "restores_spec": table.restores_spec,
             }
             for table in undo.tables
         ],

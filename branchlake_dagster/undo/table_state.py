@@ -11,6 +11,7 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import (
     RemovePropertiesUpdate,
     SetCurrentSchemaUpdate,
+    SetDefaultSpecUpdate,
     SetPropertiesUpdate,
     TableUpdate,
 )
@@ -87,7 +88,7 @@ def build_undone_state(
     refuses the snapshot; the written manifests are deleted then.
     """
     state = StagedState(target.base, target.table, list(target.written_paths))
-    _apply(state, _metadata_updates(undo, old_table))
+    _apply(state, _metadata_updates(name, undo, old_table, target.table))
     if undo.changes_files:
         ids = ",".join(map(str, undo.snapshot_ids))
         try:
@@ -136,8 +137,20 @@ def _build_undo_snapshot(
         return build(None)
 
 
-def _metadata_updates(undo: TableUndo, old_table: Table | None) -> tuple[TableUpdate, ...]:
+def _metadata_updates(
+    name: str, undo: TableUndo, old_table: Table | None, table: Table
+) -> tuple[TableUpdate, ...]:
+    """Return the updates of columns, partition spec and properties of `table`.
+
+    Raises DependencyFound if the table no longer has the partition spec from before the publications.
+    """
     updates: tuple[TableUpdate, ...] = ()
+    if undo.restores_spec and old_table is not None:
+        old_spec = old_table.metadata.spec()
+        if table.metadata.specs().get(old_spec.spec_id) != old_spec:
+            reason = CodedReason("its earlier partition spec was removed", "partition_spec")
+            raise DependencyFound(Dependency(name, reason))
+        updates += (SetDefaultSpecUpdate(spec_id=old_spec.spec_id),)
     if undo.old_layout is not None and old_table is not None:
         updates += (SetCurrentSchemaUpdate(schema_id=old_table.metadata.current_schema_id),)
     if undo.properties_set:

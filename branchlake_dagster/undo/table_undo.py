@@ -15,12 +15,13 @@ publications. They can be undone as well.
 | updated or deleted rows where files would be restored | depends on it, unless keys are certainly different |
 | removed, rewrote or compacted a file whose rows the undone step deleted by delete files | depends on it |
 | removed or replaced these delete files | depends on it |
+| wrote files with the partition spec that the undone step set | depends on it |
 | updated or deleted rows where these rows come back | depends on it, unless it deleted rows only by value |
 
 The delete files of an undone step are removed, so that the rows that they deleted come back in their files.
-If the step had replaced older files of position deletes, these are added again. Deletes by value (equality
-deletes) apply to all older rows, whether other delete files had deleted them or not. So later ones are
-independent of the undone step.
+If the step had replaced older files of position deletes, the older ones are added again. Deletes by value
+(equality deletes) apply to all older rows, whether other delete files had deleted them or not. So later ones
+are independent of the undone step.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _COMPACTED_DELETES = CodedReason("files whose rows the publication deleted were 
 _ROWS_CHANGED = CodedReason(
     "later changes may concern rows that the publication removed", "rows_changed_since"
 )
+SPEC_CHANGED = CodedReason("its partition spec was changed since", "partition_spec_changed_since")
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 _MORE_PARTITIONS = "…"
@@ -139,6 +141,8 @@ class TableUndo:
     properties_removed: tuple[str, ...] = ()
     old_layout: Layout | None = None
     """The layout whose columns become current again; None if they stay."""
+    restores_spec: bool = False
+    """Whether the partition spec from before the undone publications becomes the default again."""
     snapshot_ids: tuple[int, ...] = ()
     """The snapshots whose changes are undone."""
     superseded_by: tuple[str, ...] = ()
@@ -167,6 +171,7 @@ class TableUndo:
             or self.properties_set
             or self.properties_removed
             or self.old_layout is not None
+            or self.restores_spec
         )
 
 
@@ -218,6 +223,7 @@ def plan_table_undo(
     undo.superseding_ids = tuple({step.snapshot_id for step in replacing_steps})
     undo.is_superseded = bool(own.snapshot_ids) and not own_steps
     _require_known_layout(table, undo, change, own)
+    _plan_spec(table, undo, steps, change, own)
     _plan_columns(table, undo, change, own)
     if not (keep_positions or undo.is_superseded):
         _require_own_positions(table, change, own, current_properties)
@@ -551,8 +557,8 @@ def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout
 def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
     """Raise DependencyFound if the undo would have to change more than rows, columns and properties.
 
-    This is so if the publication changed the partition spec or other metadata of the table, if the undo
-    restores files and the spec was changed later, or if the format version is above 2.
+    This is so if the publication changed metadata of the table other than the partition spec, if the undo
+    restores files and the spec was changed by the publication or later, or if the format version is above 2.
     """
     if change.after.format_version > _MAX_FORMAT_VERSION:
         reason = CodedReason(
@@ -564,17 +570,47 @@ def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own:
     old_layout = own.old_layout
     if old_layout is None:
         return
-    if old_layout.spec != own.new_layout.spec:
-        reason = CodedReason("the publication changed its partition spec", "partition_spec")
-        raise DependencyFound(Dependency(table, reason))
     if undo.restored and change.before is not None and change.before.spec != change.after.spec:
-        reason = CodedReason("its partition spec was changed later", "partition_spec")
+        reason = CodedReason("its partition spec has changed, and files would be restored", "partition_spec")
         raise DependencyFound(Dependency(table, reason))
     old_others = dict(old_layout.others)
     for name, value in own.new_layout.others:
         if value != old_others.get(name):
             reason = CodedReason(f"the publication changed its {name}", f"{name.replace(' ', '_')}_changed")
             raise DependencyFound(Dependency(table, reason))
+
+
+def _plan_spec(
+    table: str, undo: TableUndo, steps: Sequence[SnapshotChange], change: TableChange, own: OwnChange
+) -> None:
+    """Plan to make the earlier partition spec the default again, if the undone publications changed it.
+
+    `steps` are those of `change` that no earlier undo has reversed. Raises DependencyFound if the
+    publications also changed the columns, if the spec was changed since, or if a later step added data or
+    delete files: without the publications, these would be partitioned otherwise.
+    """
+    old_layout = own.old_layout
+    if old_layout is None or old_layout.spec == own.new_layout.spec:
+        return
+    if old_layout.shape != own.new_layout.shape:
+        # The spec stays in the metadata, and readers of the metadata may need its column.
+        reason = CodedReason("the publication changed its columns and its partition spec", "partition_spec")
+        raise DependencyFound(Dependency(table, reason))
+    if change.after.spec != own.new_layout.spec:
+        raise DependencyFound(Dependency(table, SPEC_CHANGED))
+    later_steps = [step for step in steps if step.snapshot_id not in own.snapshot_ids]
+    if any(step.mode is ChangeMode.UNKNOWN for step in later_steps):
+        raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[ChangeMode.UNKNOWN]))
+    if writers := [step for step in later_steps if step.added or step.deletes]:
+        reason = CodedReason(
+            "later changes were written with the partition spec of the publication", "partition_spec_used"
+        )
+        partitions = tuple(sorted({name for step in writers for name in step.partitions if name}))
+        run_ids = tuple(dict.fromkeys(run_id for step in writers for run_id in _run_ids(step)))
+        if any(not step.run_id for step in writers):
+            run_ids = ()  # a writer that is not a run cannot be undone
+        raise DependencyFound(Dependency(table, reason, partitions, run_ids))
+    undo.restores_spec = True
 
 
 def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
