@@ -133,7 +133,7 @@ if TYPE_CHECKING:
         UpsertKeyInvalid,
     )
     from branchlake_dagster.tables.table_files import FileUnreadable
-    from branchlake_dagster.undo.find_publication import PublicationNotFound
+    from branchlake_dagster.undo.find_publication import PublicationNotFound, UndoNotReversible
     from branchlake_dagster.undo.publication_undo import UndoContended, UndoUnknown
     from branchlake_dagster.undo.result import UndoRefused
     from branchlake_dagster.undo.undrop import DroppedTableUnreadable, TableNotDropped
@@ -256,6 +256,7 @@ __all__ = [
     "Transient",
     "TypesUnknown",
     "UndoContended",
+    "UndoNotReversible",
     "UndoRefused",
     "UndoUnknown",
     "Unsupported",
@@ -590,7 +591,10 @@ _ERRORS_BY_MODULE = {
         "UpsertKeyInvalid",
     ),
     "tables.table_files": ("FileUnreadable",),
-    "undo.find_publication": ("PublicationNotFound",),
+    "undo.find_publication": (
+        "PublicationNotFound",
+        "UndoNotReversible",
+    ),
     "undo.publication_undo": (
         "UndoContended",
         "UndoUnknown",

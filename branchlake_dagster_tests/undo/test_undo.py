@@ -25,7 +25,11 @@ from branchlake_dagster.tables import upserts
 from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, to_json
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.undo import table_undo
-from branchlake_dagster.undo.find_publication import PublicationNotFound, find_publication
+from branchlake_dagster.undo.find_publication import (
+    PublicationNotFound,
+    UndoNotReversible,
+    find_publication,
+)
 from branchlake_dagster.undo.publication_undo import PublicationUndo, UndoUnknown
 from branchlake_dagster.undo.result import Undo, UndoRefused
 from branchlake_dagster_tests.publication.workbench import BY_DAY, FLAT, Rows, Run, Workbench, frame
@@ -454,6 +458,25 @@ def test_a_publication_is_named_by_run_publication_or_commit(bench: Workbench) -
         with pytest.raises(PublicationNotFound):
             find_publication(nessie, name)
     assert found in list(iter_publications(nessie))
+
+
+def test_the_commit_of_an_undo_is_refused_with_the_runs_to_launch_again(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    first = appended(bench, [("a", 2)])
+    second = ingest(bench, [("b", 3)], 10)
+    nessie = bench.lake.nessie
+    commits = [undo(bench, run).commit or "" for run in (first, second)]
+    for commit, run in zip(commits, (first, second), strict=True):
+        for name in (commit, commit[:24]):
+            with pytest.raises(UndoNotReversible) as caught:
+                find_publication(nessie, name)
+            assert (caught.value.commit, caught.value.run_ids) == (commit, (run.run_id,))
+    # A run is named as before, also if its publication is undone.
+    assert find_publication(nessie, first.run_id).run_id == first.run_id
+    assert undo(bench, first).commit == commits[0]
+    # The same rows can be published and undone again.
+    undo(bench, appended(bench, [("a", 2)]))
+    assert bench.rows() == [("a", 1)]
 
 
 # -- what later publications did with the tables ----------------------------------------------------------
