@@ -241,9 +241,11 @@ def _with_integer_ids(field: NestedField) -> NestedField:
 
 
 class _OverwriteInManifests(_OverwriteFiles):
-    """An overwrite that may also add and remove delete files.
+    """An overwrite that may also add and remove delete files, and reads each manifest once.
 
-    If `snapshot_ids` is not None, all removed files must be in the manifests that these snapshots added.
+    PyIceberg's own overwrite reads the manifest list and the manifests twice, and waits for threads that all
+    producers of the process share. If `snapshot_ids` is not None, all removed data files must be in the
+    manifests that these snapshots added.
     """
 
     snapshot_ids: frozenset[int] | None = None
@@ -257,74 +259,94 @@ class _OverwriteInManifests(_OverwriteFiles):
         return lambda manifest: manifest.added_snapshot_id in snapshot_ids
 
     def _manifests(self) -> list[ManifestFile]:
-        if not (self.added_deletes or self.removed_deletes):
-            return super()._manifests()
-        # The manifests are read before any is written, so nothing is left behind if a delete file is missing.
-        removed_entries, kept_entries = self._divide_delete_entries()
-        changed_paths = set(kept_entries)
-        manifests = [one for one in super()._manifests() if one.manifest_path not in changed_paths]
-        for entries in filter(None, kept_entries.values()):
-            manifests.append(self._write_deletes(entries, "existing"))
-        for content_entries in (removed_entries, self._build_added_entries()):
-            status = "delete" if content_entries is removed_entries else "add"
-            by_spec: dict[int, list[ManifestEntry]] = {}
-            for entry in content_entries:
-                by_spec.setdefault(entry.data_file.spec_id, []).append(entry)
-            manifests += [self._write_deletes(entries, status) for entries in by_spec.values()]
-        return manifests
+        unchanged_manifests, removed_entries, kept_entries = self._divide_entries()
+        added_entries = [
+            ManifestEntry.from_args(status=ManifestEntryStatus.ADDED, data_file=file)
+            for file in (*self._added_data_files, *self.added_deletes)
+        ]
+        return [
+            *(self._write_entries(entries, "add") for entries in self._group_added(added_entries)),
+            *(self._write_entries(entries, "delete") for entries in _group_entries(removed_entries)),
+            *unchanged_manifests,
+            *(self._write_entries(entries, "existing") for entries in kept_entries),
+        ]
 
-    def _divide_delete_entries(self) -> tuple[list[ManifestEntry], dict[str, list[ManifestEntry]]]:
-        """Return the entries of removed delete files, and the other live entries of their manifests.
+    def _divide_entries(self) -> tuple[list[ManifestFile], list[ManifestEntry], list[list[ManifestEntry]]]:
+        """Return the unchanged manifests, the entries of removed files, and the other entries by manifest.
 
-        The other entries are grouped by the path of the manifest. Manifests without a removed delete file are
-        left out. Raises ValidationException if a removed delete file is not live.
+        The other entries are those of manifests with a removed file. All manifests are read before any is
+        written, so nothing is left behind if a file is missing. Raises ValidationException then.
         """
+        self._build_delete_files_partition_predicate()
+        evaluators: dict[int, Callable[[ManifestFile], bool]] = {}
+        unchanged_manifests: list[ManifestFile] = []
         removed_entries: list[ManifestEntry] = []
-        kept_entries: dict[str, list[ManifestEntry]] = {}
-        snapshot = self._transaction.table_metadata.snapshot_by_name(self._target_branch or MAIN_BRANCH)
-        for manifest in snapshot.manifests(self._io) if snapshot is not None else ():
-            if manifest.content != ManifestContent.DELETES:
+        kept_entries: list[list[ManifestEntry]] = []
+        for manifest in self._read_manifests():
+            removed_files: Collection[DataFile] = self.removed_deletes
+            is_searched = bool(removed_files)
+            if manifest.content == ManifestContent.DATA:
+                removed_files, spec_id = self._deleted_data_files, manifest.partition_spec_id
+                if spec_id not in evaluators:
+                    evaluators[spec_id] = self._build_manifest_evaluator(spec_id)
+                is_searched = bool(removed_files) and evaluators[spec_id](manifest)
+            entries = list(self._read_live_entries(manifest)) if is_searched else []
+            found_entries = [entry for entry in entries if entry.data_file in removed_files]
+            if not found_entries:
+                unchanged_manifests.append(manifest)
                 continue
-            entries = self.fetch_manifest_entry(manifest)
-            found_entries = [entry for entry in entries if entry.data_file in self.removed_deletes]
-            if found_entries:
-                removed_entries += found_entries
-                kept_entries[manifest.manifest_path] = [
-                    entry for entry in entries if entry.data_file not in self.removed_deletes
-                ]
-        missing_files = self.removed_deletes - {entry.data_file for entry in removed_entries}
+            removed_entries += found_entries
+            if len(found_entries) < len(entries):
+                kept_entries.append([entry for entry in entries if entry.data_file not in removed_files])
+        missing_files = self._deleted_data_files | self.removed_deletes
+        missing_files -= {entry.data_file for entry in removed_entries}
         if missing_files:
             paths = ", ".join(sorted(file.file_path for file in missing_files))
             raise ValidationException(f"Missing required files to delete: {paths}")
-        return removed_entries, kept_entries
+        return unchanged_manifests, removed_entries, kept_entries
 
-    def _build_added_entries(self) -> list[ManifestEntry]:
-        return [
-            ManifestEntry.from_args(
-                status=ManifestEntryStatus.ADDED,
-                snapshot_id=self._snapshot_id,
-                sequence_number=None,
-                file_sequence_number=None,
-                data_file=file,
-            )
-            for file in self.added_deletes
-        ]
+    def _read_manifests(self) -> Iterator[ManifestFile]:
+        snapshot = self._transaction.table_metadata.snapshot_by_name(self._target_branch or MAIN_BRANCH)
+        if snapshot is not None:
+            with self._io.new_input(snapshot.manifest_list).open() as stream:
+                yield from iter_manifests(stream.read())
 
-    def _write_deletes(self, entries: list[ManifestEntry], status: str) -> ManifestFile:
-        """Write a manifest of delete files that all have the same partition spec.
+    def _read_live_entries(self, manifest: ManifestFile) -> Iterator[ManifestEntry]:
+        with self._io.new_input(manifest.manifest_path).open() as stream:
+            content = stream.read()
+        for entry in iter_entries(manifest, content):
+            if entry.status != ManifestEntryStatus.DELETED:
+                yield entry
+
+    def _group_added(self, entries: list[ManifestEntry]) -> Iterator[list[ManifestEntry]]:
+        """Yield the entries of data files, then those of delete files by partition spec.
+
+        Data files get the default spec, as in PyIceberg.
+        """
+        data_entries = [entry for entry in entries if entry.data_file.content == DataFileContent.DATA]
+        if data_entries:
+            yield data_entries
+        yield from _group_entries(
+            [entry for entry in entries if entry.data_file.content != DataFileContent.DATA]
+        )
+
+    def _write_entries(self, entries: list[ManifestEntry], status: str) -> ManifestFile:
+        """Write a manifest of files that all have the same kind of content and the same partition spec.
 
         `status` is `add`, `existing` or `delete`.
         """
-        with DeleteManifestWriter(
-            self.spec(entries[0].data_file.spec_id),
-            self.schema(),
-            self.new_manifest_output(),
-            self._snapshot_id,
-            self._compression,
-        ) as writer:
+        file, metadata = entries[0].data_file, self._transaction.table_metadata
+        is_data = file.content == DataFileContent.DATA
+        spec = metadata.spec() if is_data and status == "add" else self.spec(file.spec_id)
+        with self.new_manifest_writer(spec) if is_data else self._new_delete_writer(spec) as writer:
             for entry in entries:
                 getattr(writer, status)(entry)
         return writer.to_manifest_file()
+
+    def _new_delete_writer(self, spec: PartitionSpec) -> DeleteManifestWriter:
+        return DeleteManifestWriter(
+            spec, self.schema(), self.new_manifest_output(), self._snapshot_id, self._compression
+        )
 
     def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
         added_files, removed_files = self._added_data_files, self._deleted_data_files
@@ -335,6 +357,15 @@ class _OverwriteInManifests(_OverwriteFiles):
             return super()._summary(snapshot_properties)
         finally:
             self._added_data_files, self._deleted_data_files = added_files, removed_files
+
+
+def _group_entries(entries: Iterable[ManifestEntry]) -> list[list[ManifestEntry]]:
+    """Group entries by the kind of content, data or deletes, and the partition spec of their files."""
+    groups: dict[tuple[bool, int], list[ManifestEntry]] = {}
+    for entry in entries:
+        file = entry.data_file
+        groups.setdefault((file.content == DataFileContent.DATA, file.spec_id), []).append(entry)
+    return list(groups.values())
 
 
 def _build_manifest_evaluator(
