@@ -70,7 +70,10 @@ class Comparison:
 
     @property
     def sums(self) -> dict[str, tuple[Number | None, Number | None]]:
-        """The sums of each numeric column, as (before, now)."""
+        """The sums of each numeric column, as (before, now).
+
+        None for a column without values, and for a column that this state does not have.
+        """
         names = dict.fromkeys((*self.before.sums, *self.after.sums))
         return {name: (self.before.sums.get(name), self.after.sums.get(name)) for name in names}
 
@@ -92,7 +95,7 @@ class StageComparison:
 
 
 def sum_comparisons(parts: Iterable[Comparison]) -> Comparison:
-    """Return one comparison that adds up comparisons of different rows."""
+    """Return one comparison that adds up `parts`, which compare different rows; all zeros without parts."""
     return reduce(_add_comparisons, parts, Comparison())
 
 
@@ -112,7 +115,11 @@ def _add_measures(left: Measures, right: Measures) -> Measures:
 def add_sums(
     left: Mapping[str, Number | None], right: Mapping[str, Number | None] = _NO_SUMS
 ) -> dict[str, Number | None]:
-    """Return the sums of two sets of rows, column by column; None is the sum of a column without values."""
+    """Return the column sums of two sets of rows together, from the column sums of each set.
+
+    `left` and `right` map a column name to its sum; None is the sum of a column without values. A column
+    that only one of them has keeps its sum.
+    """
     sums = dict(left)
     for name, value in right.items():
         previous = sums.get(name)

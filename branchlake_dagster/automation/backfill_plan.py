@@ -315,7 +315,11 @@ class _StagePlanner:
 
 
 def asset_table_spec(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSpec:
-    """Return the specification of the table that an asset declares."""
+    """Return the specification of the table that an asset declares.
+
+    `default_namespace` is the namespace of the table if the asset's key has only one part. Raises
+    ConfigurationError if the asset's metadata is invalid.
+    """
     node = graph.get(key)
     return parse_table_spec(
         key,
@@ -332,7 +336,12 @@ def partition_selection(
     partitions: Sequence[str] | None,
     table: Table | None,
 ) -> Selection | None:
-    """Return the selection of an asset's partitions in its table; None selects the whole table."""
+    """Return the selection of the rows of `partitions` in the table of asset `key`; None selects all rows.
+
+    `spec` is the specification of this table. `partitions` is None for all partitions. `table` is None if
+    the table does not exist. The result is also None if the asset has no partitions, or if its table has no
+    partition columns. Raises the errors of `select_partitions`.
+    """
     definition: PartitionsDefinition[str] | None = graph.get(key).partitions_def
     if partitions is None or definition is None or not spec.columns_by_dimension or table is None:
         return None

@@ -156,7 +156,11 @@ def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
 
 
 def requested_partitions(states: Iterable[BackfillState]) -> set[Partition]:
-    """Return the partitions that Dagster backfills of one asset are still computing."""
+    """Return the partitions that Dagster backfills of one asset are still computing.
+
+    `states` are the states of these backfills, oldest first. The result contains None for an asset without
+    partitions.
+    """
     return {partition for partition, state in partition_states(states).items() if state == "running"}
 
 

@@ -179,7 +179,7 @@ def incremental_sensor(
 
 
 def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
-    """Return a hash that changes if consumers, their declarations or their partitions change."""
+    """Return a hash (12 hex digits) that changes if the assets, their declarations or partitions change."""
     consumer_states = [
         (
             asset.key.to_user_string(),
@@ -372,7 +372,10 @@ class DeclaredSensor:
 
 
 def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, DeclaredSensor]:
-    """Map each asset to the incremental sensor that targets it; if there are several, the first by name."""
+    """Map each asset to the incremental sensor that targets it; if there are several, the first by name.
+
+    Assets of `repository` without such a sensor are omitted.
+    """
     graph = repository.asset_graph
     sensor_by_asset: dict[AssetKey, DeclaredSensor] = {}
     for definition in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):

@@ -151,8 +151,9 @@ class LaunchDecision:
 
     `run_id` is the run that caused the state, and `outcome` is its outcome. `due_at` is the time of the next
     retry, `retry_number` its number from 1, and `retries_left` the number of remaining retries, including
-    this one. `reason` is the reason why the run was not published, or why the remaining change is unknown.
-    For a change that waits for approval, `reason` has the approval ids, separated by commas.
+    this one. `reason` is the reason why the run was not published, or why the remaining change is unknown,
+    or the message about a missing input. For a change that waits for approval, `reason` has the approval
+    ids, separated by commas.
     `earlier_partition` is the partition that has to be published first.
     """
 
@@ -167,7 +168,11 @@ class LaunchDecision:
     earlier_partition: str = ""
 
     def format_state(self, policy: LaunchPolicy) -> str:
-        """Return the state as a clause for people, such as `is being computed by run 3f2a90c1`."""
+        """Return the state as a clause for people, such as `is being computed by run 3f2a90c1`.
+
+        `policy` is the launch policy of the sensor: a change that is too small for a run is described with
+        the policy's thresholds.
+        """
         run = f"run {(self.run_id or '')[:8]}"
         cause = f" ({self.reason})" if self.reason else ""
         if self.state is LaunchState.WAITS_FOR_MORE:
@@ -198,7 +203,11 @@ class LaunchDecision:
 
 
 def format_approval(approval_ids: Sequence[str], *, plural: bool = False) -> str:
-    """Return a clause for a change that waits for approval, with the command that approves it."""
+    """Return a clause for a change that waits for approval, with the command that approves it.
+
+    The command names the first of `approval_ids`; the others follow in parentheses. Without ids, the command
+    names none. `plural` is true if the subject of the clause is plural: "wait" instead of "waits".
+    """
     waits = pluralize(2 if plural else 1, "waits", "wait")
     command = (
         f"branchlake backfill approve {approval_ids[0]}" if approval_ids else "branchlake backfill approve"
@@ -289,7 +298,10 @@ def decide_launch(
 def _decide_after_attempt(
     last_attempt: Attempt, run_key: str, policy: LaunchPolicy, now: datetime
 ) -> LaunchDecision:
-    """Decide what to do after the newest attempt for the present state: retry now, wait, or not retry."""
+    """Decide what to do after the newest attempt for the present state: retry now, wait, or not retry.
+
+    `run_key` is the Dagster run key of attempt 0, from which the key of a retry is derived.
+    """
     state_by_outcome = {
         LaunchOutcome.UNFINISHED: LaunchState.BEING_COMPUTED,
         LaunchOutcome.AWAITS_VERDICT: LaunchState.AWAITS_VERDICT,

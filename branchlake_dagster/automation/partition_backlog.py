@@ -123,7 +123,10 @@ def _load_newest_runs(instance: DagsterInstance, keys: Sequence[str]) -> dict[st
 
 
 def _find_publication(record: RunRecord) -> str | None:
-    """Return the commit on `main` that published the run; None if it was not published, or was undone."""
+    """Return the hash of the commit on `main` that published the run of `record`, by the run's tags.
+
+    None if the run was not published, or if its publication was undone.
+    """
     run = record.dagster_run
     if run.tags.get(RunTag.STATUS) == RunState.UNDONE:
         return None

@@ -213,7 +213,11 @@ def iter_consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dep
 
 
 def iter_code_dependents(graph: AssetGraph, change: ColumnChange, namespace: str) -> Iterator[Dependent]:
-    """Yield the checks of the table's asset, and the assets that read it, of this code location."""
+    """Yield the checks of the asset of table `change.identifier`, and the assets that read this asset.
+
+    `graph` is the asset graph of one code location. `namespace` is the namespace of assets whose keys have
+    only one part.
+    """
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
         for check in sorted(node.check_keys, key=lambda check: check.name):
@@ -225,7 +229,11 @@ def iter_code_dependents(graph: AssetGraph, change: ColumnChange, namespace: str
 
 
 def list_asset_columns(graph: AssetGraph, change: ColumnChange, namespace: str) -> set[str]:
-    """Return the names of the key and partition columns that the table's asset declares."""
+    """Return the key and partition columns that the asset of table `change.identifier` declares.
+
+    The result is empty if `graph`, the asset graph of one code location, has no such asset. `namespace` is
+    the namespace of assets whose keys have only one part.
+    """
     column_names: set[str] = set()
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
