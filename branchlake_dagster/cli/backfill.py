@@ -265,7 +265,7 @@ _SHOWN = 3
 
 
 def show_plan(stages: Sequence[Stage], console: Console | None = None) -> None:
-    """Print the planned stages as a table."""
+    """Print the planned stages as a table, to standard output if `console` is None."""
     console = console or _build_console()
     table = Table("stage", "asset", "partitions", "holds now", "launches itself", "why", show_edge=False)
     for stage in stages:
@@ -282,7 +282,7 @@ def show_plan(stages: Sequence[Stage], console: Console | None = None) -> None:
 
 
 def show_status(stage_progress: Sequence[StageProgress], console: Console | None = None) -> None:
-    """Print the progress of the stages as a table."""
+    """Print the progress of the stages as a table, to standard output if `console` is None."""
     console = console or _build_console()
     table = Table(
         "stage", "asset", "planned", "done", "running", "to do", "failed", "lost", "", show_edge=False
@@ -309,7 +309,11 @@ def format_module_option(module: str | None) -> str:
 def show_retry(
     retry_plan: RetryPlan, backfill_id: str, module: str | None, console: Console | None = None
 ) -> None:
-    """Print the partitions that were launched again, the stages that are lost, and the next commands."""
+    """Print the partitions that were launched again, the stages that are lost, and the next commands.
+
+    `retry_plan` is the result of `retry_backfill` for the backfill `backfill_id`. `module` is the value of
+    the user's option `-m`, or None; the printed commands repeat it. `console` is None for standard output.
+    """
     console = console or _build_console()
     for relaunch in retry_plan.launches:
         manner = "to recompute all rows" if relaunch.rebuild else "again"
@@ -370,7 +374,10 @@ def stage_to_dict(stage: Stage) -> dict[str, Any]:
 
 
 def progress_to_dict(entry: StageProgress) -> dict[str, Any]:
-    """Convert the progress of a stage to a JSON object."""
+    """Convert the progress of a stage to a JSON object.
+
+    The lists of failed and held partitions are empty for an asset without partitions.
+    """
     return {
         "stage": entry.stage.number,
         "asset": entry.stage.asset.to_user_string(),
@@ -418,7 +425,11 @@ def _partition_names(partitions: Sequence[str | None]) -> list[str | None] | Non
 
 
 def show_comparisons(comparisons: Sequence[StageComparison], console: Console | None = None) -> None:
-    """Print the rows and sums of each stage before the backfill and now, with one line per partition."""
+    """Print the rows and sums of each stage before the backfill and now, with one line per partition.
+
+    A last line has the total of a stage, unless the stage has exactly one partition. `console` is None for
+    standard output.
+    """
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     table = Table(
         "stage", "asset", "partition", "rows before", "now", "change", "changed", "sums", show_edge=False
@@ -450,14 +461,20 @@ def format_total(stage: StageComparison) -> str:
 
 
 def format_share(stage: StageComparison, comparison: Comparison) -> str:
-    """Format the share of changed rows, or of changed keys if the stage has keys."""
+    """Format the share of changed rows, or of changed keys if the stage has keys, with the two counts.
+
+    `comparison` is the comparison of one partition of the stage, or the total of the stage.
+    """
     noun = "key" if stage.keys else "row"
     compared = format_count(comparison.compared_count, noun)
     return f"{comparison.share:.1%} ({comparison.changed_count:,} of {compared})"
 
 
 def format_sums(comparison: Comparison) -> str:
-    """Format the changed sums by column. Returns `unchanged` if no sum changed, and "" without sums."""
+    """Format the changed sums of a comparison as `column before → now`, separated by commas.
+
+    Returns `unchanged` if no sum changed, and "" if there are no sums.
+    """
     changed_sums = [
         f"{name} {_format_number(before)} → {_format_number(after)}"
         for name, (before, after) in comparison.sums.items()

@@ -80,7 +80,10 @@ def _backlog_to_dict(table: InputBacklog, now: datetime) -> dict[str, Any]:
 
 
 def show_consumers(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the report of `gather_consumers` as a table with a legend."""
+    """Print the report of `gather_consumers` as a table with a legend.
+
+    `console` is None for standard output.
+    """
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     if not report["consumers"] and not report["unreadable"]:
         console.print("No table on main was computed from changes.")
@@ -247,7 +250,10 @@ def _partition_to_dict(backlog: PartitionBacklog, policy: LaunchPolicy, now: dat
 def show_consumer_partitions(
     consumer_partitions: Sequence[ConsumerPartitions], now: datetime, console: Console | None = None
 ) -> None:
-    """Print the partitions with unconsumed changes as a table."""
+    """Print the partitions with unconsumed changes as a table, or one sentence if there are none.
+
+    The ages of the changes end at `now`. `console` is None for standard output.
+    """
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE_TABLE))
     if not any(consumer.partitions for consumer in consumer_partitions):
         names = ", ".join(consumer.asset.to_user_string() for consumer in consumer_partitions)

@@ -89,7 +89,10 @@ def prepare_home(home: Path) -> None:
 
 
 def _create_databases(home: Path) -> None:
-    """Create all databases, because several processes that create a database at the same time corrupt it."""
+    """Create all databases of Dagster's home, whose folder `home` has a `dagster.yaml`.
+
+    Must run in one process: several processes that create a database at the same time corrupt it.
+    """
     from dagster import AssetKey, DagsterInstance
 
     with DagsterInstance.from_config(str(home)) as instance:
@@ -161,7 +164,10 @@ def _wait_until_loaded(url: str, process: subprocess.Popen[bytes], log: Path, ti
 
 
 def _require_loaded(url: str, log: Path) -> None:
-    """Raise ServerDidNotStart if the code location failed to load. The UI answers in that case, too."""
+    """Raise ServerDidNotStart if the code location failed to load. The UI answers in that case, too.
+
+    `url` is the address of the UI, without a final slash. `log` is the log file, which the error names.
+    """
     reply = requests.post(f"{url}/graphql", json={"query": _LOCATIONS_QUERY}, timeout=60.0).json()
     for entry in reply["data"]["workspaceOrError"].get("locationEntries", []):
         load_result = entry["locationOrLoadError"] or {}

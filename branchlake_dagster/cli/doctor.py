@@ -57,7 +57,7 @@ def examination_to_dict(examination: Examination) -> dict[str, Any]:
 
 
 def show_examination(examination: Examination) -> None:
-    """Print the findings as a table, followed by the remedies."""
+    """Print the findings of all checks as a table, followed by the remedies of those that have one."""
     console = Console()
     table = Table("subject", "check", "state", "result")
     for finding in examination.findings:

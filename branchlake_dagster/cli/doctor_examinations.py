@@ -111,7 +111,11 @@ class Examination:
     def add_finding(
         self, subject: str, check: str, state: FindingState, result: str, remedy: str | None = None
     ) -> None:
-        """Add a finding. Secrets in `result` are replaced, and only its first line is kept."""
+        """Add a finding; the arguments have the meaning of the fields of `Finding`, in the same order.
+
+        Only the first line of `result` that is not blank is kept, without secrets and credentials, and cut
+        after `_MAX_RESULT_CHARS` characters.
+        """
         self.findings.append(Finding(subject, check, state, self._redact_message(result), remedy))
 
     def run_check(self, subject: str, check: str, action: Callable[[], str], *, remedy: str) -> bool:
@@ -146,7 +150,10 @@ class PublicationLost(BranchlakeError, Terminal):  # noqa: N818 - named like the
 
 
 def examine_dagster(examination: Examination, settings: Settings) -> None:
-    """Check Dagster's home, storage and web server. Creates nothing, not even a missing home."""
+    """Check Dagster's home, storage and web server, and add the findings to `examination`.
+
+    Creates nothing, not even a missing home.
+    """
     check = partial(examination.run_check, "Dagster")
     home_variable = os.environ.get("DAGSTER_HOME")
     home = Path(home_variable) if home_variable else settings.state_dir / "dagster"
@@ -263,7 +270,11 @@ def _add_ownerless_branches(examination: Examination, home: Path, settings: Sett
 
 
 def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
-    """Return the inactive branches that the reaper keeps because their runs are unknown here."""
+    """Return those of the reaper's decisions that keep a branch although its run is unknown here.
+
+    Only inactive run branches are returned: no writer has a fresh heartbeat, and the newest commit is older
+    than `grace`, or its age is unknown.
+    """
     return [
         decision
         for decision in decisions
@@ -279,7 +290,12 @@ def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> l
 
 @contextmanager
 def _postgres_errors(home: Path) -> Iterator[None]:
-    """Raise ConfigurationError with the database's error, because Dagster's error only counts the retries."""
+    """Convert an error of Dagster's storage on Postgres in the block to ConfigurationError.
+
+    The new error has the database's message, because Dagster's error only counts the retries. Does nothing
+    if the `dagster.yaml` in folder `home` does not configure Postgres. Raises MissingExtra if the packages
+    for Postgres are not installed.
+    """
     if not re.search(
         r"^\s*(postgres:|module:\s*dagster_postgres)|\{postgres:", _read_dagster_yaml(home), re.MULTILINE
     ):
@@ -456,7 +472,11 @@ def _require_avro_limits(session: SparkSession) -> str:
 
 
 def _write_and_read_row(session: SparkSession, scratch: ScratchNames) -> str:
-    """Write and read one row on Spark, through the catalog `nessie`. Return a description of the result."""
+    """Write and read one row on Spark, through the catalog `nessie`. Return a description of the result.
+
+    The row is in a temporary table in `scratch.namespace`, with its files in `scratch.folder`. Raises
+    ConfigurationError after `_WRITE_S` seconds, and the errors of Spark.
+    """
     table = f"nessie.`{scratch.namespace}`.t"
 
     def write_row() -> int:
@@ -494,14 +514,20 @@ class Scratch:
 
     @classmethod
     def from_warehouse(cls, warehouse: str) -> Scratch:
-        """Create unique names. The branch `doctor-…` is not a run branch, so the reaper ignores it."""
+        """Create unique names; the folder is in the warehouse, whose URI is `warehouse`.
+
+        The branch `doctor-…` is not a run branch, so the reaper ignores it.
+        """
         name = uuid.uuid4().hex[:12]
         folder = f"{warehouse.rstrip('/')}/_branchlake/doctor/{name}"
         return cls(f"doctor-{name}", f"doctor_{name}", folder)
 
 
 def examine_lake(examination: Examination, settings: Settings) -> None:
-    """Check Java, the warehouse, Nessie and Spark."""
+    """Check Java, the warehouse, Nessie and Spark, and add the findings to `examination`.
+
+    Starts no server. Spark is not checked if the embedded Nessie does not run.
+    """
     servers = EmbeddedServers(settings)
     examine_java(examination, settings)
     scratch = Scratch.from_warehouse(settings.warehouse_uri)
@@ -525,7 +551,7 @@ def examine_lake(examination: Examination, settings: Settings) -> None:
 
 
 def examine_java(examination: Examination, settings: Settings) -> None:
-    """Check the Java of Spark and of Nessie, unless the servers are remote."""
+    """Check the Java of Spark and of Nessie, unless the servers are remote. Adds two findings."""
     if settings.embedded_spark or settings.session_kind == "classic":
         examination.run_check(
             "Java",

@@ -228,7 +228,11 @@ def require_location(module: str | None) -> tuple[LoadedLocation, CommandSetting
 
 
 def format_settings(settings: Settings, names: Sequence[str], source: str) -> str:
-    """Format settings as `name=value (source)`. The source is `default` for settings that were not set."""
+    """Format settings as `name=value (source)`, separated by commas. The values must be numbers.
+
+    `names` are the names of the settings' fields. The source is `default` for fields that were not set, and
+    `source` for all others.
+    """
     return ", ".join(
         f"{name}={getattr(settings, name):g} ({source if name in settings.model_fields_set else 'default'})"
         for name in names

@@ -47,7 +47,11 @@ def compute_digests(paths: Iterable[Path], lock: dict[str, str]) -> dict[str, st
 
 
 def download_server_jars(ivy_settings: Path | None, say: Callable[[str], None]) -> list[Path]:
-    """Return all jars that an embedded server can load, downloaded if necessary, without verification."""
+    """Return all jars that an embedded server can load, downloaded if necessary, without verification.
+
+    `ivy_settings` is a settings file for Ivy, or None for Ivy's own settings. `say` is called with a message
+    before a download. The jars are in Ivy's cache.
+    """
     with TemporaryDirectory(prefix="branchlake-lock-") as name:
         folder = Path(name)
         servers = [ICEBERG_SPARK, ICEBERG_AWS, *SPARK_KAFKA, NESSIE_SERVER]

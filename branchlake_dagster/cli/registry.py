@@ -43,7 +43,7 @@ class CommandGroup(click.Group):
         self._former_names = frozenset(former_names)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the sorted names of all commands, including those of `sources` and former names."""
+        """Return the sorted names of all commands, also of those in `sources`, including former names."""
         return sorted({*super().list_commands(ctx), *self._sources})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -52,7 +52,11 @@ _WIDE = 200
 
 
 def show_reaping(reapings: Sequence[Reaping], sweepings: Sequence[Sweeping], *, dry_run: bool) -> None:
-    """Print a table of branches with their decisions, and a table of discarded tags with their files."""
+    """Print a table of run branches with the decisions on them, and a table of the swept or kept tags.
+
+    The tags keep the states of discarded branches. With `dry_run`, the text says that branches and files
+    would be deleted.
+    """
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     would = "would be " if dry_run else ""
     if reapings:
@@ -253,9 +257,9 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
 
 
 def _format_heartbeats(settings: Settings, now: datetime) -> dict[str, str]:
-    """Return the states of the heartbeats of each branch, such as `beating`.
+    """Map each branch to the states of its writers' heartbeats as text, such as `beating`.
 
-    Silent writers are not watched.
+    The states come from the times of the heartbeats alone, so no writer is reported as `dead`.
     """
     pulses_by_branch: dict[str, set[str]] = {}
     for beat, pulse in judge_by_timestamp(HeartbeatStore.from_settings(settings).all(), now).items():
@@ -264,7 +268,10 @@ def _format_heartbeats(settings: Settings, now: datetime) -> dict[str, str]:
 
 
 def show_status(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the report of `gather_status`, with whole ids at every width of the terminal."""
+    """Print the report of `gather_status`, with whole ids at every width of the terminal.
+
+    `console` is None for standard output.
+    """
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     names = {NESSIE: "Nessie", SPARK: "Spark Connect", KAFKA: "Kafka"}
     for name, server in report["servers"].items():
