@@ -113,7 +113,11 @@ def build_reach(mapping: PartitionMapping | None, widen: tuple[timedelta, timede
 def _shift_window_border(
     definition: TimeWindowPartitionsDefinition, border: datetime, count: int
 ) -> datetime:
-    """Return the window border that is `count` windows later, or earlier if `count` is negative."""
+    """Return the window border that is `count` windows later, or earlier if `count` is negative.
+
+    `border` is a start or an end of one of the windows of `definition`. The windows continue before the first
+    and after the last partition.
+    """
     for _ in range(abs(count)):
         if count > 0:
             following = definition.get_next_partition_window(border, respect_bounds=False)
@@ -127,7 +131,11 @@ def _shift_window_border(
 def _nearest_window_border(
     definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int
 ) -> datetime:
-    """Return the last window border up to `moment`; with direction 1, the first border at or after it."""
+    """Return the last window border up to `moment`; with direction 1, the first border at or after it.
+
+    A border is a start or an end of a window of `definition`. For the last border, `direction` is -1. The
+    windows continue before the first and after the last partition.
+    """
     if direction > 0:
         following = definition.get_next_partition_window(moment, respect_bounds=False)
         return following.start if following is not None else moment
@@ -136,7 +144,11 @@ def _nearest_window_border(
 
 
 def _shift_value(value: Any, by: timedelta) -> Any:
-    """Shift a date, by whole days, or a time stamp. The result stays within Python's calendar."""
+    """Shift a date or a time stamp by `by`, backward if it is negative.
+
+    A date is shifted by whole days: a part of a day counts as a day. The result stays within Python's
+    calendar.
+    """
     try:
         if isinstance(value, datetime):
             return value + by
@@ -366,7 +378,11 @@ def _keys_in_dimension(
 def _affected_window_keys(
     definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach
 ) -> Iterable[str]:
-    """Return the keys of the windows whose results depend on rows of a range of dates or time stamps."""
+    """Return the keys of the existing windows whose results depend on rows in the range `part`.
+
+    The range is of dates or time stamps, both ends included. `reach` defines how far results depend on rows
+    outside of their own window.
+    """
     first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
     zone = ZoneInfo(definition.timezone)
     start, end = _to_datetime(part.low, zone), _exclusive_end(part.high, zone)
@@ -394,7 +410,10 @@ def _overlapping_window_keys(
     start: datetime,
     end: datetime,
 ) -> Sequence[str]:
-    """Return the keys of the windows, from `first` to `last`, that overlap an interval."""
+    """Return the keys of the windows, from `first` to `last`, that overlap an interval.
+
+    The interval is from `start`, included, to `end`, excluded.
+    """
     if end <= first.start or start >= last.end:
         return []
     # Dagster returns windows that begin in the interval, but the first wanted window may begin before it.
@@ -410,7 +429,10 @@ def _to_datetime(value: Any, zone: tzinfo) -> datetime:
 
 
 def _exclusive_end(value: Any, zone: tzinfo) -> datetime:
-    """Return the first moment after a day or a time stamp; at most the end of Python's calendar."""
+    """Return the first moment after a day or a time stamp; at most the end of Python's calendar.
+
+    A day is in the time zone `zone`. A time stamp without time zone is in UTC.
+    """
     try:
         if isinstance(value, datetime):
             return _to_datetime(value, zone) + _TICK

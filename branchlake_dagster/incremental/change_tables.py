@@ -194,7 +194,11 @@ class ChangeTables:
         )
 
     def create_empty(self, upstream: UpstreamTable, identifier: Identifier) -> Identifier:
-        """Create a table with the input's columns and without rows, and return its identifier."""
+        """Create a table with the input's columns and without rows, and return its identifier.
+
+        `identifier` is the input's table; the new table has the same namespace, and a name that begins with
+        that of the input.
+        """
         name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._tables_by_name)}")
         change_table = build_change_table(
             upstream.table,
@@ -273,7 +277,10 @@ class ChangeTables:
 
 
 def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
-    """Return the change without the data files whose bounds show that no row is in the selection."""
+    """Return the change without the data files whose bounds show that no row is in the selection `where`.
+
+    `table` is the input, to whose columns the selection refers.
+    """
     schema = table.schema()
     may_match = ReliableInclusiveEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return replace(
@@ -284,7 +291,7 @@ def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> Chang
 
 
 def _is_all_selected(change: ChangeSet, where: Selection, table: Table) -> bool:
-    """Whether the bounds of the changed data files show that all their rows are in the selection."""
+    """Whether the bounds of the changed data files show that all their rows are in the selection `where`."""
     schema = table.schema()
     all_match = ReliableStrictEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return all(all_match(file.file) for file in (*change.added, *change.removed))

@@ -92,7 +92,11 @@ def commits_of_change(
 def _iter_put_entries(
     client: NessieClient, key: ContentKey, ref: str, after_hash: str
 ) -> Iterator[tuple[LogEntry, int]]:
-    """Yield the commits that put the table, newest first, each with the id of the table's snapshot."""
+    """Yield the commits that put the table `key`, newest first, each with the id of the table's snapshot.
+
+    The log of `ref` is read back to the commit `after_hash`, which is not included. It is read to its end if
+    `after_hash` is empty or no longer on `main`. Raises ReferenceNotFound if `ref` does not exist.
+    """
     entry_count = 0
     try:
         for entry in client.log(

@@ -226,7 +226,11 @@ class Consumption:
         return (self._whole_group,) if is_whole else groups
 
     def _has_rows_to_rebuild(self, groups: Iterable[PartitionGroup]) -> bool:
-        """Whether `when_removed="rebuild"` applies: rows of an input were updated or deleted."""
+        """Whether `when_removed="rebuild"` applies: rows of an input may have been updated or deleted.
+
+        Only the changes since the start positions of `groups` count, and only rows on which the partitions of
+        the groups depend. Always False without the pattern `rows`. Raises ChangeLost.
+        """
         if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "rebuild":
             return False
         state = self._consumer_state()
@@ -242,7 +246,11 @@ class Consumption:
         )
 
     def _lacks_ranges(self, groups: Iterable[PartitionGroup]) -> bool:
-        """Whether ranges cannot describe the rows to replace: changed values may be null or unknown."""
+        """Whether ranges cannot describe the rows to replace: changed values may be null or unknown.
+
+        Only the changes since the start positions of `groups` count. Always False without the pattern
+        `range`, and for a partitioned table.
+        """
         if self.consumer.tracks_partitions or "range" not in self.consumer.declaration.patterns:
             return False
         ranges = self._collect_ranges(self.consumer.declaration.range_column_of, groups)
@@ -294,7 +302,11 @@ class Consumption:
         return start_positions
 
     def _first_position(self, upstream: UpstreamTable) -> Position | None:
-        """Return the position at which a new consumer begins, by `start`; None means all rows."""
+        """Return the position at which a new consumer begins in an input, by its declaration's `start`.
+
+        None means all rows. For a start time at which the input did not exist, it is a position without
+        snapshot, from which all later rows are consumed.
+        """
         declaration = self.consumer.declaration
         if declaration.start == "beginning":
             return None
@@ -350,7 +362,10 @@ class Consumption:
             yield group, self.change_since(upstream, group.start_positions[upstream.name])
 
     def change_since(self, upstream: UpstreamTable, since: Position | None) -> ChangeSet:
-        """Return the change of an input since a position; None means all rows. Raises ChangeLost."""
+        """Return the change of an input from the position `since` to `upstream.up_to`.
+
+        A position of None means all rows. Each change is computed once. Raises ChangeLost.
+        """
         cache_key = upstream.name, since
         if cache_key not in self._changes:
             self._changes[cache_key] = capture_change(

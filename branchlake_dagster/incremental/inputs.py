@@ -147,7 +147,11 @@ def select_partition_rows(
 
 
 def select_range_rows(consumption: Consumption, upstream: UpstreamTable) -> Selection | None:
-    """Select the input rows that results of the changed ranges depend on. None means all rows."""
+    """Select the rows of an input that results of the changed ranges depend on. None means all rows.
+
+    For a partitioned asset, or if everything is consumed, these are the rows that the run's partitions depend
+    on, see `select_partition_rows`.
+    """
     if consumption.whole or consumption.consumer.tracks_partitions:
         return select_partition_rows(consumption, upstream, consumption.partitions)
     ranges = consumption.consumer.reach_of(upstream.key).widen_ranges(
@@ -258,7 +262,10 @@ def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: Change
 
 
 def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count: int) -> RowsRemoved:
-    """Return the error for removed rows of an input that the asset's table cannot follow."""
+    """Return the error for removed rows of an input that the asset's table cannot follow.
+
+    `count` is the number of these rows, which were updated or deleted.
+    """
     consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
         columns = [
@@ -319,7 +326,10 @@ def _iter_changed_keys(
 
 
 def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: Sequence[str]) -> list[str]:
-    """Return the columns of an input that correspond to the asset's key columns `keys`, in the same order."""
+    """Return the columns of an input that correspond to the asset's key columns `keys`, in the same order.
+
+    An input with the pattern `keys` may declare other names; any other input has the same names.
+    """
     return (
         [*consumption.consumer.declaration.key_columns_of(upstream.key)]
         if upstream.pattern == "keys"
@@ -328,7 +338,7 @@ def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: S
 
 
 def read_input_keys(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
-    """Return the keys of `read_changed_keys`, with the column names of an input."""
+    """Return the keys that changed in any input, each key once, with the column names of input `upstream`."""
     changed_keys = read_changed_keys(consumption)
     return changed_keys.rename_columns(input_key_columns(consumption, upstream, changed_keys.column_names))
 

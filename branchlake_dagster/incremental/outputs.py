@@ -39,7 +39,10 @@ def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
 
 
 def replaces_ranges(consumption: Consumption) -> bool:
-    """Whether the result replaces ranges of a table without Dagster partitions."""
+    """Whether the step's result replaces the rows in changed ranges of a table without Dagster partitions.
+
+    False if everything was consumed: the result then replaces the whole table.
+    """
     declaration = consumption.consumer.declaration
     return (
         "range" in declaration.patterns
@@ -49,7 +52,10 @@ def replaces_ranges(consumption: Consumption) -> bool:
 
 
 def select_replaced_rows(consumption: Consumption, schema: Schema) -> Selection:
-    """Select the rows of the asset's table that the result of changed ranges replaces."""
+    """Select the rows of the asset's table that the result of changed ranges replaces.
+
+    `schema` is the schema of that table. Raises the errors of `select_ranges`.
+    """
     consumer = consumption.consumer
     column = consumer.declaration.range_column or ""
     return select_ranges(target_ranges(consumption), column, schema, table=consumer.spec.name)
@@ -160,7 +166,10 @@ def _change_metadata(consumption: Consumption) -> dict[str, Any]:
 
 
 def _too_early_metadata(consumption: Consumption) -> dict[str, Any]:
-    """Return a note if the run's partitions must be computed again after an earlier partition; else {}."""
+    """Return metadata with a note if the run's partitions must be computed again after an earlier partition.
+
+    Otherwise {}.
+    """
     blocking_partition = consumption.blocking_partition
     if blocking_partition is None:
         return {}

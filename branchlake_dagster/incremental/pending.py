@@ -162,7 +162,10 @@ def plan_batches(
 
 
 def partition_predecessors(definition: PartitionsDefinition[str], all_keys: Iterable[str]) -> dict[str, str]:
-    """Map each partition to the previous partition in its chain. The first of a chain has no entry."""
+    """Map each partition to the previous partition in its chain. The first of a chain has no entry.
+
+    `all_keys` must be in the order of the definition, as for `partition_chains`.
+    """
     return {
         key: predecessor
         for chain in partition_chains(definition, all_keys)
@@ -282,7 +285,11 @@ def runs_by_partition(
 def _group_by_position(
     state: ConsumerState, partitions: Iterable[str]
 ) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
-    """Yield each consumption record with its partitions, and None with the partitions without a record."""
+    """Yield pairs of a consumption record and those of `partitions` to which it applies.
+
+    A partition's own record has only this partition; the common position has all others that it covers. The
+    partitions without a record are in a last pair with None.
+    """
     definition, positions = _require_definition(state), state.positions
     common_keys: list[str] = []
     new_keys: list[str] = []
@@ -388,7 +395,11 @@ def _unconsumed_part(state: ConsumerState, key: str | None, sources: frozenset[s
 def _count_changes(
     state: ConsumerState, record: ConsumptionRecord, keys: list[str]
 ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-    """Count the unconsumed files and rows of partitions that share one consumption record."""
+    """Count the unconsumed files and rows of the partitions `keys`, which share the consumption record.
+
+    Returns the record and the unconsumed change of each partition, as `changes_by_partition`. If the record
+    lacks an input, all partitions have None and an unconsumed change that is `whole`.
+    """
     files: dict[str, int] = defaultdict(int)
     rows: dict[str, int] = defaultdict(int)
     oldest: dict[str, datetime] = {}
@@ -457,7 +468,10 @@ def _require_definition(state: ConsumerState) -> PartitionsDefinition[str]:
 
 
 def _affected_partitions(state: ConsumerState, record: ConsumptionRecord) -> set[str]:
-    """Return the partitions for which the changes since a record may have rows."""
+    """Return the partitions for which the changes since a consumption record may have rows.
+
+    If a change is lost, all partitions are returned with `state.lost_is_all`; otherwise ChangeLost is raised.
+    """
     partitions: set[str] = set()
     for upstream in state.inputs:
         try:
@@ -475,7 +489,10 @@ def _affected_partitions(state: ConsumerState, record: ConsumptionRecord) -> set
 
 
 def _partitions_with_rows(state: ConsumerState, keys: list[str]) -> set[str]:
-    """Return the partitions for which an input, or the asset's own table, may have any rows."""
+    """Return those of the partitions `keys` for which an input, or the asset's own table, may have any rows.
+
+    The asset's own table counts only if it has a common position.
+    """
     if not keys:
         return set()
     partitions: set[str] = set()
@@ -525,7 +542,11 @@ def _partitions_with_files(
 def _partitions_of_files(
     state: ConsumerState, bounds: Mapping[str, ColumnRanges], files: tuple[ChangedFile, ...], reach: Reach
 ) -> set[str]:
-    """Return the partitions whose results may depend on rows of these files."""
+    """Return the partitions whose results may depend on rows of these files.
+
+    `bounds` has the column of each dimension, from which the values in a file are known. `reach` defines how
+    far results depend on rows outside of their own window.
+    """
     if not files:
         return set()
     ranges: dict[str, Ranges] = {

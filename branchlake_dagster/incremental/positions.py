@@ -98,7 +98,11 @@ class ConsumptionRecord:
 
     @classmethod
     def from_json(cls, content: str) -> ConsumptionRecord:
-        """Parse the result of `to_json`. Raises ValueError, KeyError or TypeError for any other text."""
+        """Parse the result of `to_json`, the value of a table property.
+
+        Raises ValueError for a text that is not JSON, TypeError for JSON that is not an object, and KeyError
+        for a missing field. The types of the fields are not checked.
+        """
         values = json.loads(content)
         inputs = {name: Position.from_dict(position) for name, position in values["inputs"].items()}
         return cls(
@@ -398,7 +402,10 @@ def partition_identity(consumer: Consumer) -> dict[str, str]:
 
 
 def _format_input_columns(consumer: Consumer, dimension: str) -> str:
-    """Return the input column of a dimension if all inputs have the same; otherwise one column per input."""
+    """Return the input column of a partition dimension, if all inputs have a column of the same name.
+
+    Otherwise return the columns of all inputs as `input.column`, separated by commas.
+    """
     by_input = {key: consumer.column_of_input(key, dimension) for key in consumer.inputs}
     if len({*by_input.values()}) == 1:
         return next(iter(by_input.values()))

@@ -118,7 +118,10 @@ def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
 
 
 def _build_or_tree(parts: Sequence[Column]) -> Column:
-    """Combine conditions by OR in a balanced tree, because the server limits the depth of expressions."""
+    """Combine conditions, at least one, by OR in a balanced tree.
+
+    The Spark server limits the depth of expressions.
+    """
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
@@ -307,7 +310,10 @@ def _other_keys_error(
 
 
 def match_any_key(keys: pa.Table) -> BooleanExpression:
-    """Return a condition that matches the rows with one of the keys."""
+    """Return a condition that matches the rows with one of the keys. Null equals null.
+
+    `keys` has a row for each key, at least one, and the names of the table's key columns.
+    """
     names = keys.column_names
     if len(names) == 1:
         values = keys[names[0]]
@@ -326,7 +332,7 @@ def _match_key(row: Mapping[str, object]) -> BooleanExpression:
 
 
 def _build_or_expression(parts: Sequence[BooleanExpression]) -> BooleanExpression:
-    """Combine conditions by OR in a balanced tree, because visitors recurse."""
+    """Combine conditions, at least one, by OR in a balanced tree, because PyIceberg's visitors recurse."""
     if len(parts) < 2:
         return parts[0]
     middle = len(parts) // 2

@@ -76,7 +76,10 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
 
 
 def _run_partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
-    """Return the partitions of the run: one partition, or all of a range."""
+    """Return the partitions of the run: one partition, or all of a range.
+
+    `step` is Dagster's StepExecutionContext. `definition` is the partition definition of the step's asset.
+    """
     with partition_loading_context(dynamic_partitions_store=step.instance):
         return definition.get_partition_keys_in_range(step.partition_key_range)
 

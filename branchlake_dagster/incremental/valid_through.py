@@ -75,7 +75,10 @@ class ValidThrough:
 
     @classmethod
     def from_dict(cls, recorded: Mapping[str, Any]) -> ValidThrough:
-        """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
+        """Parse the result of `as_dict`. Raises KeyError if a required field is missing.
+
+        Raises TypeError if `recorded` is not a mapping. The types of the times are not checked.
+        """
         return cls(recorded["inputs_ms"], recorded.get("table_ms"), frozenset(recorded["sources"]))
 
 
