@@ -151,7 +151,12 @@ def _reprocess_dead_letters(
     spark: BranchSparkResource,
     selection: DeadLetterSelection,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
-    """Reprocess the selected dead letters; yield the materializations and check results of the step."""
+    """Reprocess the dead letters of `selection`; yield the step's materializations and check results.
+
+    A materialization is yielded for each table of `ingest` that changed, and for the dead letters. If no
+    selected dead letter waits, only check results are yielded. An earlier attempt of the step is undone
+    first. `spark` opens the sessions on the run's branch.
+    """
     batch_context = _build_batch_context(context, lakehouse, spark)
     _restart_from_base(context, ingest, batch_context)
     result = reprocess_batch(ingest, batch_context, selection)
@@ -181,7 +186,11 @@ def _reprocess_kept_records(
     spark: BranchSparkResource,
     interval: RawInterval,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
-    """Decode the kept records of an interval again; yield the step's materializations and check results."""
+    """Decode the kept records of an interval again; yield the step's materializations and check results.
+
+    A materialization is yielded for each table of `ingest` that changed. If the interval has no records to
+    decode, only check results are yielded. `spark` opens the sessions on the run's branch.
+    """
     batch_context = _build_batch_context(context, lakehouse, spark)
     _restart_from_base(context, ingest, batch_context)
     result = reprocess_raw(ingest, batch_context, interval, report=context.log.info)
@@ -271,7 +280,10 @@ def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.Asset
 
 
 def _format_description(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
-    """Return the asset's description, with both jobs: Dagster's asset page does not list the live op job."""
+    """Return the description of a table's asset, with the job of the batches and, with `live`, the live job.
+
+    Dagster's asset page does not list the live job, because it has an op and no assets.
+    """
     summary = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
     name = f"ingest_{ingest.name}"
     live_clause = f"; the live run of `{name}_live` adds batches continuously" if live else ""

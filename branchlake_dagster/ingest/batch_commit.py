@@ -65,7 +65,10 @@ class BatchTableChange:
     removed_files: Sequence[DataFile] = ()
 
     def property_names(self, ingestion: str) -> list[str]:
-        """Return the names of the table properties that the change sets."""
+        """Return the names of the table properties that the change sets.
+
+        `ingestion` is the name of the ingestion, which ends the names of the properties about its progress.
+        """
         offsets = [LakeProperty.OFFSETS_PREFIX + ingestion] if self.progress else []
         return [
             *self.table_properties,

@@ -151,7 +151,10 @@ def _format_dead_share(
 
 
 def find_block_reason(result: BatchResult) -> str | None:
-    """Return why the batch must not be published, from its failed checks of severity ERROR; else None."""
+    """Return why a batch must not be published; None if it may be.
+
+    The text has the descriptions of the batch's failed checks of severity ERROR, separated by semicolons.
+    """
     failed = [
         one
         for one in iter_check_results(result.ingest, result.scan_result.counts, result.targets.declarations)
@@ -206,7 +209,7 @@ def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
 
 
 def batch_metadata(result: BatchResult) -> dict[str, Any]:
-    """Return the metadata of the batch, the same for each of its tables."""
+    """Return the materialization metadata of a batch, which is the same for each of its tables."""
     metadata: dict[str, Any] = {
         EventMetadata.OFFSETS: offsets_table(result.plan.ranges),
         EventMetadata.LAG: MetadataValue.int(result.plan.lag),
@@ -234,7 +237,10 @@ def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValu
 
 
 def format_batch_summary(result: BatchResult) -> str:
-    """Return one line for the run's log: the ranges, and the numbers of records and dead letters."""
+    """Return one line for the run's log: the ranges, the numbers of records and dead letters, and the lag.
+
+    The number of removed kept records follows, if there are any.
+    """
     records = format_count(result.record_count, "record")
     dead = f", {format_count(result.dead_letter_count, 'dead letter')}" if result.dead_letter_count else ""
     expired = (
@@ -259,7 +265,10 @@ def receiver_key(monitor: str) -> dg.AssetKey:
 
 
 def receiver_spec(monitor: str) -> dg.AssetSpec:
-    """Build the specification of the external asset of a receiver process."""
+    """Build the specification of the external asset of a receiver process.
+
+    `monitor` is the address of its monitor, as for `receiver_key`.
+    """
     return dg.AssetSpec(
         receiver_key(monitor),
         description=f"A process of receivers. Its monitor is at {monitor}.",
@@ -324,7 +333,10 @@ def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
 
 
 def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
-    """Build the specification of the external asset of a topic."""
+    """Build the specification of the external asset of a topic, in Kafka or in the landing folder.
+
+    `ingest` is an ingestion that reads the topic; its source decides which of the two it is.
+    """
     if ingest.source == "landing":
         description = f"The topic {topic} of the landing folder. A receiver writes its files."
         return dg.AssetSpec(
@@ -387,7 +399,10 @@ def build_offline_observations(
 
 
 def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPartition, int]:
-    """Return the first offset that the tables do not have, for each partition with such records."""
+    """Return the first waiting offset of each partition of the topic, without partitions that have none.
+
+    A record waits if it is in the topic and the tables do not have it, by the progress of the planned batch.
+    """
     next_offsets = {
         partition: planned_batch.progress.position.get(partition, 0) for partition in topic.partitions()
     }
@@ -396,7 +411,11 @@ def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPar
 
 
 def _oldest_metadata(at: datetime | None, now: float) -> Mapping[str, Any]:
-    """Build the metadata of the oldest waiting record: its time, and its age, which is 0 s if none waits."""
+    """Build the metadata of the oldest waiting record: its time `at`, and its age at `now`, in seconds.
+
+    `at` is None if no record waits, or if its time is not known. The metadata then has no time, and the age
+    is 0 s. `now` is in seconds since 1970.
+    """
     if at is None:
         return {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
     return {

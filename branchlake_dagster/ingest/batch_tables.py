@@ -142,7 +142,10 @@ class BatchTargets:
 
 
 def table_identifiers(ingest: ExpandedIngest, default_namespace: str) -> dict[str, Identifier]:
-    """Return the identifiers of an ingestion's tables by dotted name, in the order of `Ingest.all_assets`."""
+    """Return the identifiers of an ingestion's tables by dotted name, in the order of `Ingest.all_assets`.
+
+    `default_namespace` is the namespace of tables whose asset keys have only one part.
+    """
     identifiers = [table_identifier(key, default_namespace) for key in ingest.all_assets]
     return {format_table_name(one): one for one in identifiers}
 
@@ -208,7 +211,10 @@ def prepare_targets(
 
 
 def _field_columns(table: Table, name: str, declaration: IngestTable | None) -> tuple[RecordColumn, ...]:
-    """Return the columns that are filled from fields of a record, not from its attributes."""
+    """Return the columns that are filled from fields of a record, not from its attributes.
+
+    `declaration` is None for the dead letters and the kept records; the result is then empty.
+    """
     if declaration is None:
         return ()
     all_columns = columns_of(table.schema(), table.metadata.properties, table=name)

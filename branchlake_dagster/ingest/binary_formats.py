@@ -73,14 +73,14 @@ class Avro:
         return _field_text(F.col("__avro"), self.schema, field)
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """Return None, because the format has a schema."""
+        """Return None for all arguments, because the schema has the names, see `schema_field_names`."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of the schema, or with `has_envelope` of its field `after`."""
         return avro_field_names(self.schema, "after" if has_envelope else None)
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """Return None, because the format has a schema."""
+        """Return None, because a row of a format with a schema is not available as JSON."""
 
     def value_struct(self) -> Expression:
         """Return the decoded record, which is null for a value that is not Avro of the schema."""
@@ -198,7 +198,7 @@ class RegistryAvro:
         return F.coalesce(*field_texts, F.lit(None).cast("string"))
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """Return None, because the format has schemas."""
+        """Return None for all arguments, because the schemas have the names, see `schema_field_names`."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of the newest schema, that with the greatest id.
@@ -209,7 +209,7 @@ class RegistryAvro:
         return avro_field_names(schemas[max(schemas)], "after" if has_envelope else None) if schemas else []
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """Return None, because the format has schemas."""
+        """Return None, because a row of a format with schemas is not available as JSON."""
 
     def value_struct(self) -> Expression:
         """Return the decoded record, for records of the newest schema; null for all others."""
@@ -373,7 +373,11 @@ def _build_decoder(descriptors: bytes, message: str, kind: pa.StructType) -> Dec
 
 
 def _to_signed_type(kind: pa.DataType) -> pa.DataType:
-    """Replace unsigned integers by larger signed types: neither Spark nor Iceberg has unsigned integers."""
+    """Replace `uint32` by `int64` and `uint64` by `decimal(20, 0)`, also inside structs, lists and maps.
+
+    Neither Spark nor Iceberg has unsigned integers. Protobuf has no smaller ones, so other types are returned
+    unchanged.
+    """
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(one.name, _to_signed_type(one.type), one.nullable) for one in kind])
     if pa.types.is_list(kind):

@@ -160,7 +160,10 @@ class IngestTable:
                 ) from error
 
     def _require_days(self, table_name: str) -> None:
-        """Raise ConfigurationError for a family, or if the layout has neither days nor hours."""
+        """Raise ConfigurationError for a family, or if the layout has neither days nor hours.
+
+        `table_name` is the name of the table in the error.
+        """
         if self.is_family:
             raise ConfigurationError(
                 "A family of tables cannot report days: its tables have no asset definitions.",

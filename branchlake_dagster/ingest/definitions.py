@@ -52,7 +52,11 @@ _MAX_WAIT_S = 30.0
 
 
 def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: float) -> dg.JobDefinition:
-    """Build a job whose run ingests for `run_s` seconds, or until it is terminated or cannot continue."""
+    """Build a job whose run ingests for `run_s` seconds, or until it is terminated or cannot continue.
+
+    `interval_s` is the least number of seconds from the start of a batch to the start of the next one. The
+    configuration of a run can change both times. `lakehouse_key` is the resource key of the lake.
+    """
 
     @dg.op(
         name=f"ingest_{ingest.name}_batches",

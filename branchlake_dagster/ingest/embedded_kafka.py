@@ -258,7 +258,11 @@ class EmbeddedKafka:
         return ":".join(map(str, [*jars, *logging.values()]))
 
     def _format_storage(self, class_path: str, configuration: Path) -> None:
-        """Format the empty storage with a new cluster id, as Kafka requires before its first start."""
+        """Format the empty storage with a new cluster id, as Kafka requires before its first start.
+
+        `class_path` has the jars of Kafka, separated by colons. `configuration` is the file
+        `server.properties`. Raises ServerDidNotStart if Kafka's tool fails.
+        """
         command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", class_path]
         command += ["kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c", str(configuration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

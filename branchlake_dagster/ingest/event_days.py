@@ -55,7 +55,10 @@ def days_partitions(table: IngestTable) -> dg.DailyPartitionsDefinition:
 
 
 def days_spec(ingest: Ingest, table: IngestTable) -> dg.AssetSpec:
-    """Build the specification of the asset of a table's days. A sensor materializes the days, no run does."""
+    """Build the specification of the asset of a table's days. A sensor materializes the days, no run does.
+
+    `ingest` is the ingestion that fills the table; the asset is in its group.
+    """
     return dg.AssetSpec(
         days_key(table),
         deps=[table.asset],
@@ -254,7 +257,11 @@ class _Tick:
             self._reported_hash, self._states = "", {}  # all days are reported anew
 
     def report(self, tables: Sequence[IngestTable], today: date) -> str:
-        """Read the tables if `main` has changed, collect their events, and return the new cursor."""
+        """Read the tables if `main` has changed, collect their events, and return the new cursor as JSON.
+
+        `today` is the present day in UTC: later days are not reported. `events` has the events afterwards. A
+        table that cannot be read has its error in `errors`, and is read again at the next tick.
+        """
         main_hash = self._lake.nessie.reference(MAIN).hash
         for table in tables:
             identifier = table_identifier(table.asset, self._lake.settings.default_namespace)

@@ -302,7 +302,10 @@ def _has_too_many_digits(number_text: Expression) -> Expression:
 
 
 def _parse_timestamp(time_text: Expression, kind: str) -> Expression:
-    """Parse text as a time. A time without zone (`timestamp_ntz`) is the time in UTC."""
+    """Parse text as a time of type `kind`: `timestamp`, or `timestamp_ntz`, which has the time in UTC.
+
+    The result is null for text that is not a time.
+    """
     return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("timestamp")).cast(kind)
 
 
@@ -375,7 +378,11 @@ def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str
 
 
 def _conversion_detail(variant: Expression, row: Expression, column: RecordColumn) -> Expression:
-    """Return the message for a column whose field has a value that does not fit its type; null if it fits."""
+    """Return the message for a column whose field has a value that does not fit its type; null if it fits.
+
+    `variant` has the record's row as it was read, and `row` is the converted row. A value that does not fit
+    is null in the converted row only.
+    """
     field_variants = [F.try_variant_get(*_field_path(variant, name), "variant") for name in column.fields]
     field_value = F.coalesce(*field_variants) if len(field_variants) > 1 else field_variants[0]
     is_lost = row.getField(column.name).isNull() & field_value.isNotNull() & ~F.is_variant_null(field_value)
@@ -383,7 +390,10 @@ def _conversion_detail(variant: Expression, row: Expression, column: RecordColum
 
 
 def row_in_envelope(source: Expression, is_deletion: Expression) -> Expression:
-    """Return the struct of the row in an envelope: its field `before` for a deletion, else `after`."""
+    """Return the struct of the row in an envelope: its field `before` for a deletion, else `after`.
+
+    `source` is the struct of the envelope. `is_deletion` is a condition.
+    """
     return F.when(is_deletion, source.getField("before")).otherwise(source.getField("after"))
 
 
@@ -463,7 +473,10 @@ class Decoded:
     schema: pa.Schema
 
     def read(self, records: DataFrame) -> DataFrame:
-        """Add `__decoded`, the struct of each value, and `__undecoded`, the reason if there is none."""
+        """Add `__decoded`, the struct of each value, and `__undecoded`, why the value was not decoded.
+
+        Both come from the function `decode`. `__undecoded` is null for a decoded value.
+        """
         from pyspark.sql.pandas.types import from_arrow_type
         from pyspark.sql.types import StringType, StructField, StructType
 
@@ -509,7 +522,7 @@ class Decoded:
         return field_value.cast("string")
 
     def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
-        """Return None, because the format has a schema."""
+        """Return None for all arguments, because the schema has the names, see `schema_field_names`."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of `schema`, or with `has_envelope` of its field `after`."""
@@ -517,7 +530,7 @@ class Decoded:
         return [one.name for one in schema]
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """Return None, because the format has a schema."""
+        """Return None, because a row of a format with a schema is not available as JSON."""
 
     def value_struct(self) -> Expression:
         """Return the decoded struct, which is null for a value that was not decoded."""

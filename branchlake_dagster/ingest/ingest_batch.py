@@ -624,7 +624,12 @@ def _merge_staged(
     staging_identifiers: Mapping[int, Identifier],
     tables: IcebergTableFormat,
 ) -> list[Table]:
-    """Append the staged rows to the staging tables and merge them. Return the filled staging tables."""
+    """Append the staged rows to the staging tables, and merge these into their targets on the branch.
+
+    Returns the filled staging tables; they still exist. `scan_result` has the data files of the staged rows.
+    `staging_identifiers` maps the number of a target to its staging table. `progress` is the progress after
+    the batch, which the merged tables record. A staging table without rows is not merged.
+    """
     staged_changes = [
         BatchTableChange(identifier, batch_context.catalog.load_table(identifier), scan_result.files[number])
         for number, identifier in staging_identifiers.items()
@@ -663,7 +668,11 @@ def _merge_staged(
 def _build_progress(
     planned_batch: PlannedBatch, scan_result: ScanResult, batch_id: str, run_id: str, *, now_ms: int
 ) -> TableProgress:
-    """Return the progress after the batch. `now_ms` is the start of the batch in milliseconds since 1970."""
+    """Return the ingestion's progress after the batch.
+
+    `scan_result` has the latest times of the batch's records, from which the valid-through time is computed.
+    `now_ms` is the start of the batch in milliseconds since 1970.
+    """
     earlier_progress, plan, idle_after = (
         planned_batch.progress,
         planned_batch.plan,

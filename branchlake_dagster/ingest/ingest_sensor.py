@@ -123,7 +123,10 @@ def find_unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job_name:
 
 
 def plan_batch_on_main(ingest: Ingest, lake: Lakehouse) -> PlannedBatch:
-    """Plan the next batch from the progress on `main`. Raises the errors of `plan_next_batch`."""
+    """Plan the next batch of an ingestion from the progress on `main`. Reads no record.
+
+    Raises the errors of `plan_next_batch` and `open_topic_source`.
+    """
     topics, default_namespace = (
         open_topic_source(ingest, lake.settings).topics,
         lake.settings.default_namespace,
@@ -249,7 +252,11 @@ def remove_landing_files(
 
 
 def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
-    """Build the job that removes old landing files, for all topics of these ingestions."""
+    """Build the job that removes old landing files, for all topics of these ingestions.
+
+    `ingests` must have all ingestions of a topic: a file is removed if their tables on `main` have its
+    records. `lakehouse_key` is the resource key of the lake.
+    """
     topics = sorted({topic for ingest in ingests for topic in ingest.topics})
     name = _job_name(ingests)
 

@@ -15,7 +15,10 @@ _KEY_BLOCK = re.compile(r"-----BEGIN PRIVATE KEY-----.+?-----END PRIVATE KEY----
 
 
 def read_ca_bundle(file: Path) -> str:
-    """Return the content of a bundle of CA certificates. Raises ConfigurationError if it is not valid."""
+    """Return the content of a PEM file of CA certificates.
+
+    Raises ConfigurationError if the file cannot be read or has no certificate.
+    """
     hint = "Set BRANCHLAKE_KAFKA_CA to a file of PEM certificates."
     pem = _read_pem(file, "certificates", hint)
     if "-----BEGIN CERTIFICATE-----" not in pem:

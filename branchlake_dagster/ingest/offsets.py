@@ -131,12 +131,12 @@ class Topic:
 
 
 def topic_id(incarnation: str) -> str:
-    """Return Kafka's topic id of an incarnation."""
+    """Return the topic id of an incarnation: the part before `~`, or all of it."""
     return incarnation.partition("~")[0]
 
 
 def count_resets(incarnation: str) -> int:
-    """Return how often the offsets of the topic were reset: the number after `~`, or 0."""
+    """Return how often the offsets of the topic were reset: the number after `~` in `incarnation`, or 0."""
     return int(incarnation.partition("~")[2] or 0)
 
 

@@ -152,7 +152,12 @@ def _next_offsets(
     start_of_topic: Callable[[Topic], Offsets],
     rules: TopicRules,
 ) -> tuple[dict[int, int], list[str]]:
-    """Return the next offset of each partition of a topic, and notes about skipped records."""
+    """Return the next offset of each partition of a topic, by number, and notes about skipped records.
+
+    `start` has the offsets at which partitions of all topics continue, also of earlier incarnations.
+    `positions` are those of the topic's present incarnation, by partition number. `start_of_topic` is called
+    only for a topic that was never read. Raises TopicChanged if a rule in `rules` is "stop".
+    """
     notes: list[str] = []
     start_offsets: Offsets = {}
     if not positions and (

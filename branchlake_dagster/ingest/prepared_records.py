@@ -62,7 +62,11 @@ def record_route(ingest: Ingest, record_format: Format) -> Expression:
 
 
 def takes_route(declaration: IngestTable, route: Expression) -> Expression:
-    """Return whether a table takes records of this route. The expression is null for a null route."""
+    """Return the expression whether a table takes records of this route, the expression `route`.
+
+    It is null for a null route, and for a family also if the route names no valid table. It is true for every
+    route, also null, if the declaration of a single table has no route.
+    """
     if isinstance(declaration, FamilyTable):
         return family_route_name(declaration, route) == declaration.name
     return F.lit(True) if declaration.route is None else _matches_route(route, declaration.route)
@@ -107,7 +111,10 @@ _UNREADABLE_KINDS = ("empty", "encoding", "syntax", "format", "schema")
 
 
 def mapped_fields(target: Target) -> set[str]:
-    """Return the fields of a record for which a table has columns, including columns of attributes."""
+    """Return the names of a record's fields that need no new column in the table.
+
+    These are the fields from which columns are filled, and the names of columns that attributes fill.
+    """
     attributes = target.declaration.attributes if target.declaration else {}
     return {name for column in target.columns for name in column.fields} | {*attributes}
 
@@ -135,7 +142,7 @@ def _row_shape(target: Target) -> object:
 
 
 def _identifier_columns(target: Target) -> set[str]:
-    """Return the columns whose required flag Iceberg does not allow to relax."""
+    """Return the target's columns whose required flag Iceberg does not allow to relax: identifier fields."""
     return set(target.table.schema().identifier_field_names())
 
 
@@ -461,7 +468,10 @@ class PreparedRecords:
         )
 
     def _can_move_rows(self, target: Target) -> bool:
-        """Return whether a record may give a row another key: by an update in Debezium's envelope."""
+        """Return whether a record may give a row of the target another key.
+
+        True only for a table of mode `changes` of an ingestion with an envelope: its updates have both rows.
+        """
         declaration = target.declaration
         return declaration is not None and declaration.mode == "changes" and self._ingest.envelope is not None
 
@@ -513,7 +523,11 @@ class PreparedRecords:
     def _check_contract(
         self, frame: DataFrame, row: str, target: Target, needs_all_columns: Expression
     ) -> DataFrame:
-        """Add the reason "contract", with the names of the broken rules, to rows that break the contract."""
+        """Add the reason "contract", with the names of the broken rules, to rows that break the contract.
+
+        `row` is the name of the column with the rows. A row that has a reason already keeps it. Only rows of
+        records for which `needs_all_columns` is true are checked: a deletion has only the keys.
+        """
         assert target.declaration is not None  # noqa: S101 - as above
         rules = row_constraints(target.declaration)
         other_columns = [name for name in frame.columns if name != row]

@@ -339,7 +339,10 @@ def _offsets_to_replay(
 
 
 def _complete_offsets(table_progress: TableProgress, held_offsets: Offsets) -> Offsets:
-    """Return an offset for each recorded partition: that of `held_offsets`, else the first one ever read."""
+    """Return an offset for each recorded partition: that of `held_offsets`, else the first one ever read.
+
+    The recorded partitions, and the first offsets (default: 0), are those of `table_progress`.
+    """
     offsets: dict[TopicPartition, int] = {
         partition: held_offsets.get(partition, table_progress.first_offsets.get(partition, 0))
         for partition in merge_offsets(table_progress.offsets, table_progress.refill_until)
@@ -361,7 +364,11 @@ class ReprocessingRun:
 
 
 def reprocessing_runs(ingestion: str, properties: Mapping[str, str]) -> list[ReprocessingRun]:
-    """Return the reprocessing runs that a table's properties record, oldest first; [] if there are none."""
+    """Return the reprocessing runs that a table's properties record for an ingestion, oldest first.
+
+    `ingestion` is the ingestion's name. The result is [] if there are none. A value that an older release
+    wrote is one run without a snapshot.
+    """
     runs_json = properties.get(LakeProperty.REPROCESSED_PREFIX + ingestion)
     if not runs_json:
         return []
@@ -453,7 +460,11 @@ def _format_lost_rows(ingestion: str, metadata: TableMetadata, lost_runs: Sequen
 
 
 def _format_runs(metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) -> str:
-    """Format the runs, with the snapshot of each run as this table numbers it."""
+    """Format the lost runs, each with its snapshot in the table of `metadata`, or as expired.
+
+    A rebase gives a snapshot another id. The text has the id on `main`, where the snapshot records its id on
+    the run's branch.
+    """
     snapshot_ids = {
         number: snapshot.snapshot_id
         for snapshot in metadata.snapshots

@@ -175,7 +175,10 @@ class TimeReader:
     _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
 
     def published_time(self, identifier: Identifier) -> PublishedTime:
-        """Return the time through which a table is published, with the reason if there is none."""
+        """Return the time through which a table is published, with the reason if there is none.
+
+        Each table is read once. A table `identifier` that does not exist has no time.
+        """
         if identifier not in self._times:
             name = format_table_name(identifier)
             # Tables of several code locations might be computed from each other. This entry ends the
@@ -199,7 +202,11 @@ class TimeReader:
         )
 
     def _ingestion_time(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
-        """Return the time by the ingestions that fill the table, or None if no ingestion fills it."""
+        """Return the earliest time of the ingestions that fill the table, or None if no ingestion fills it.
+
+        There is no time, but a reason, if the time of one of them is not recorded, if its position is lost,
+        or if it must fill tables again.
+        """
         times: list[datetime] = []
         properties = table.metadata.properties
         for ingestion, dead_letter_identifier in _iter_ingestions(
@@ -497,7 +504,10 @@ class PublishedThrough(AutomationCondition[Any]):
 
 
 def require_time_partitions(definition: PartitionsDefinition[Any] | None, name: str) -> None:
-    """Raise ConfigurationError if the partitions of the asset `name` have no end time."""
+    """Raise ConfigurationError if the partitions of the asset `name` have no end time.
+
+    `definition` is None for an asset without partitions, which has no end time either.
+    """
     has_time_windows = isinstance(definition, TimeWindowPartitionsDefinition) or (
         isinstance(definition, MultiPartitionsDefinition) and definition.has_time_window_dimension
     )

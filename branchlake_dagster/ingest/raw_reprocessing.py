@@ -271,7 +271,10 @@ def _record_run(
 
 
 def _format_changes(counts: Mapping[str, int]) -> str:
-    """Return a clause with the numbers of changed rows and dead letters."""
+    """Return a clause with the numbers of changed rows and dead letters.
+
+    `counts` are those of `RawReprocessingResult`, such as `rows_update` or `letters_mark`.
+    """
     changed = ", ".join(
         f"{counts.get(f'rows_{action}', 0)} rows {verb}"
         for action, verb in (("insert", "added"), ("update", "changed"), ("delete", "removed"))
@@ -283,7 +286,7 @@ def _format_changes(counts: Mapping[str, int]) -> str:
 
 
 def format_result(result: RawReprocessingResult) -> str:
-    """Return the line of the whole reprocessing in the run's log."""
+    """Return the line of the whole reprocessing in the run's log, from the counts of all slices."""
     return f"{format_count(result.counts['records'], 'record')} decoded; {_format_changes(result.counts)}."
 
 
@@ -478,7 +481,10 @@ class _SliceReprocessing:
         return RawReprocessingResult(evolution.ingestion_tables.ingest, targets, counts, changed)
 
     def _table(self, identifier: Identifier) -> DataFrame:
-        """Load a table as the branch has it now; Spark's catalog caches the metadata of earlier slices."""
+        """Return the frame of a table as the branch has it now.
+
+        The table is refreshed first, because Spark's catalog caches the metadata of earlier slices.
+        """
         name = f"nessie.{quote_spark_path(identifier)}"
         self._session.catalog.refreshTable(name)
         return self._session.table(name)
@@ -499,7 +505,12 @@ class _SliceReprocessing:
         return records.join(F.broadcast(unwritable), [*_RECORD_POSITION], "left_anti")
 
     def _decode(self, records: DataFrame, ranges: Sequence[_PositionRange]) -> SchemaEvolution:
-        """Decode the slice, and write its rows and dead letters to data files of staging tables."""
+        """Decode the slice, and write its rows and dead letters to data files of staging tables.
+
+        `records` are the slice's kept records, and `ranges` are their positions, which name the topics. The
+        staging tables are created on the branch, and are in `self._staged` by the number of the target.
+        Raises the errors of `evolve_until_stable`.
+        """
         ingest, batch_context = self._ingestion_tables.ingest, self._batch_context
         record_format: Format = (
             ingest.format.with_empty_cache() if isinstance(ingest.format, RegistryAvro) else ingest.format
@@ -556,7 +567,10 @@ class _SliceReprocessing:
             ]
 
     def _end_slice(self, evolution: SchemaEvolution) -> None:
-        """Drop the staging tables, and record the tables that the records have named."""
+        """Drop the staging tables, and record the tables that the records have named, in one commit.
+
+        `evolution` is the result of `_decode`, whose tables may be new ones.
+        """
         client, branch = self._batch_context.lake.nessie, self._batch_context.branch
         ingestion_tables = evolution.ingestion_tables
         identifiers = [*ingestion_tables.identifiers.values()]
@@ -749,7 +763,10 @@ def _compare_rows(
 
 
 def _comparable(column: Expression, data_type: str) -> Expression:
-    """Return a column that Spark can compare: it does not compare maps."""
+    """Return a column that Spark can compare: as JSON if it has a map, which Spark does not compare.
+
+    `data_type` is the column's type in Spark's DDL.
+    """
     return F.to_json(F.struct(column)) if "map<" in data_type else column
 
 

@@ -425,7 +425,10 @@ class LandingRecords:
 
 
 def _require_same_topics(ranges: Ranges, ids: Mapping[str, str]) -> None:
-    """Raise TopicReplaced if a topic has another id: Spark and file paths identify it by name only."""
+    """Raise TopicReplaced if a topic of `ranges` has another id now: Spark and file paths have only its name.
+
+    `ids` has the present id of each of these topics, by name.
+    """
     replaced_topics = sorted(
         {partition.topic for partition in ranges if ids[partition.topic] != topic_id(partition.incarnation)}
     )

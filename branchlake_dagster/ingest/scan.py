@@ -153,7 +153,10 @@ def scan_records(
 
 
 def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
-    """Set the byte limit of a session, unless it has that limit already."""
+    """Limit the Arrow batches that the session sends to workers, unless it has that limit already.
+
+    A batch then has at most `max_bytes` bytes, and at most `_MAX_RECORDS` records.
+    """
     if _byte_limits.get(session) != max_bytes:
         session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MAX_RECORDS))
         session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(max_bytes))
@@ -338,7 +341,11 @@ class FailedScans:
 
 
 def find_data_folder(metadata: TableMetadata) -> str | None:
-    """Return the data folder of a table, or None if it has more than `MAX_LISTED_FILES` data files."""
+    """Return the location of a table's data folder; None for more than `MAX_LISTED_FILES` data files.
+
+    The number of data files is read from the summary of the current snapshot. It counts as 0 if the summary
+    does not have it.
+    """
     snapshot = metadata.current_snapshot()
     summary = snapshot.summary if snapshot is not None else None
     count = summary.additional_properties.get("total-data-files", "0") if summary is not None else "0"

@@ -243,7 +243,10 @@ def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
 
 
 def _require_wide_enough(targets: BatchTargets, needs_by_target: Mapping[int, EvolutionNeeds]) -> None:
-    """Raise TableTooNarrow if rows still need other column types or nulls: such rows were not written."""
+    """Raise TableTooNarrow if rows still need other column types or nulls: such rows were not written.
+
+    `needs_by_target` has the needs that the last pass counted, by the index of the target in `targets`.
+    """
     for number, needs in needs_by_target.items():
         if needs.widen or needs.relax:
             raise TableTooNarrow(

@@ -75,7 +75,7 @@ def matches_whole(value: Expression, pattern: str) -> Expression:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """Return the Java regular expression that matches a text from its first to its last character."""
+    """Return the Java regular expression that matches a text if `pattern` matches all its characters."""
     return rf"\A(?:{pattern})\z"
 
 
@@ -115,7 +115,10 @@ def no_reason() -> Expression:
 
 
 def build_case(branches: Sequence[tuple[Expression, Expression]], otherwise: Expression) -> Expression:
-    """Build a CASE WHEN expression from pairs of a condition and a value, also from none."""
+    """Build a CASE WHEN expression from `branches`, pairs of a condition and a value.
+
+    The first condition that holds decides. If none holds, or without branches, the value is `otherwise`.
+    """
     if not branches:
         return otherwise
     (condition, value), rest = branches[0], branches[1:]
@@ -214,7 +217,11 @@ def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> 
 def _parse_name_mapping(
     properties: Mapping[str, str], schema: Schema, table: str
 ) -> dict[int, tuple[str, ...]]:
-    """Return the mapped names of top-level columns, by field id; {} if the table has no name mapping."""
+    """Return the mapped names of top-level columns, by field id; {} if the table has no name mapping.
+
+    `properties` are those of the table. Raises ConfigurationError if the mapping cannot be read, or if it
+    renames fields inside a column.
+    """
     mapping_json = properties.get(NAME_MAPPING)
     if mapping_json is None:
         return {}
@@ -257,7 +264,10 @@ def _iter_renamed_fields(fields: Iterable[MappedField], schema: Schema) -> Itera
 
 
 def spark_type(kind: IcebergType, table: str) -> str:
-    """Return the type in Spark's DDL. Raises ConfigurationError if Spark has no such type."""
+    """Return an Iceberg type in Spark's DDL, such as `array<bigint>`.
+
+    Raises ConfigurationError, which names the `table`, if Spark has no such type.
+    """
     if isinstance(kind, DecimalType):
         return f"decimal({kind.precision},{kind.scale})"
     if isinstance(kind, ListType):

@@ -97,6 +97,7 @@ def build_dead_letters(
     """Build the dead letters of these records, as arrays by column name.
 
     A record has one dead letter for each of its `tables`, or one with a null table if they are None.
+    `batch_id` is the id of the batch, and `received_at_us` its start in µs since 1970.
     """
     rows = [
         {
@@ -116,13 +117,19 @@ def build_dead_letters(
 def build_kept_records(
     records: Iterable[UnwritableRecord], *, batch_id: str, received_at_us: int
 ) -> pa.Table:
-    """Build the rows of these records for the table of kept records, one for each record."""
+    """Build the rows of these records for the table of kept records, one for each record.
+
+    `batch_id` is the id of the batch, and `received_at_us` its start in µs since 1970.
+    """
     rows = [_record_columns(one, batch_id, received_at_us) for one in records]
     return pa.Table.from_pylist(rows, KEPT_RECORD_SCHEMA)
 
 
 def _record_columns(unwritable: UnwritableRecord, batch_id: str, received_at_us: int) -> dict[str, object]:
-    """Return the columns that a dead letter and a kept record have in common."""
+    """Return the values of the columns that a dead letter and a kept record have in common, by name.
+
+    `batch_id` is the id of the batch, and `received_at_us` its start in µs since 1970.
+    """
     record = unwritable.record
     return {
         "topic": record.topic,

@@ -250,7 +250,10 @@ class _Task:
         self._counts["kept"] += count
 
     def _batch_columns(self, count: int) -> dict[str, pa.Array]:
-        """Return the columns of dead letters and kept records that are the same for the whole batch."""
+        """Return the columns of dead letters and kept records that have one value for the whole batch.
+
+        Each column, by name, repeats its value for `count` rows.
+        """
         received = pa.scalar(self._work.received_at_us, pa.timestamp("us", "UTC"))
         return {
             "batch": pa.repeat(self._work.batch_id, count),
@@ -261,7 +264,11 @@ class _Task:
     def _delete_old_rows(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, good: pa.Array
     ) -> None:
-        """Add a deletion of the row with the old keys, for each good record that has changed its keys."""
+        """Add a deletion of the row with the old keys, for each good record that has changed its keys.
+
+        `number` is the index of `table` in `Work.targets`. `good` is true for each record of the batch that
+        gives the table a valid row.
+        """
         moved = pc.indices_nonzero(pc.and_(good, pc.is_valid(batch.column(f"{table.row}{MOVED_SUFFIX}"))))
         if len(moved):
             deletion = pa.repeat(pa.scalar("delete"), batch.num_rows)
@@ -320,7 +327,11 @@ class _Task:
     def _count_changes(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, is_for_table: pa.Array
     ) -> None:
-        """Count the needed schema changes as `evolve/<target>/add/<field>`, or with widen or relax."""
+        """Count the needed schema changes as `evolve/<target>/add/<field>`, or with widen or relax.
+
+        The target is `number`, the index of `table` in `Work.targets`. `is_for_table` is true for each record
+        of the batch that belongs to the table.
+        """
         if "__unknown" in batch.schema.names:
             for change_text in pc.unique(
                 batch.column("__unknown").filter(is_for_table).drop_null()
@@ -337,7 +348,10 @@ class _Task:
                     self._counts[f"evolve/{number}/{change}"] += 1
 
     def _count_new_field(self, number: int, name: str) -> None:
-        """Count a new field. A limit bounds the result, because some producers put ids into field names."""
+        """Count the new field `name` of the target with index `number`.
+
+        After a limit, further names are ignored, because some producers put ids into field names.
+        """
         seen = self._fields.setdefault(number, set())
         if name in seen or len(seen) < self._work.most_columns + _EXTRA_NAMES:
             seen.add(name)
@@ -473,7 +487,11 @@ class _TableWriter:
         return self.fit_columns(values, len(structs))
 
     def fit_columns(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
-        """Return a batch with the columns in the table's types and order. Missing columns are null."""
+        """Return a batch of `count` rows with the columns in the table's types and order.
+
+        `values` has the columns by name. A column of the table that it lacks is null; other columns are left
+        out.
+        """
         columns = []
         for target_field in self._schema:
             column = values.get(target_field.name)

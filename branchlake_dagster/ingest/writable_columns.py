@@ -96,7 +96,11 @@ def parse_variant_type(type_text: str) -> DataType:
 
 
 def _parse_type(type_text: str, position: int, level: int) -> tuple[DataType, int]:
-    """Parse the type that begins at `position`. Return the type, and the position after it."""
+    """Parse the type that begins at `position`. Return the type, and the position after it.
+
+    `level` is the number of types around it. At `MAX_LEVELS`, a nested type becomes `VariantType`. Raises
+    ValueError if the text has another grammar.
+    """
     word = _WORD.match(type_text, position)
     if word is None:
         raise ValueError(f"{type_text[position : position + 50]!r} is not the type of a variant.")
@@ -133,7 +137,10 @@ def _skip_expected(type_text: str, position: int, expected: str) -> int:
 
 
 def _skip_brackets(type_text: str, position: int) -> int:
-    """Return the position after the bracket that closes the one at `position`, despite brackets in names."""
+    """Return the position after the bracket that closes the one at `position`, despite brackets in names.
+
+    `type_text` is the text of a variant's type. Raises ValueError if the bracket is not closed.
+    """
     depth = 0
     for part in _BRACKET.finditer(type_text, position):
         depth += {"<": 1, ">": -1}.get(part[1], 0)
@@ -213,7 +220,11 @@ def _infer_json_type(frame: DataFrame, row_json: Expression) -> StructType:
 
 
 def _to_column_type(kind: DataType) -> DataType | None:
-    """Return the type of a table column for an inferred type, or None if no value determines it."""
+    """Return the type of a table column for an inferred type, or None if no value determines it.
+
+    A variant becomes text, and decimals and floats become double. Fields of a struct without a type are left
+    out.
+    """
     if isinstance(kind, StructType):
         fields = [(one.name, _to_column_type(one.dataType)) for one in kind.fields]
         typed_fields = [
@@ -281,7 +292,10 @@ def _writable_fields(fields: Sequence[StructField]) -> list[StructField]:
 
 
 def _is_writable(fields: Sequence[StructField]) -> bool:
-    """Return whether a worker could write a row of nulls to a table of these columns."""
+    """Return whether a worker could write a row of nulls to a table with the columns `fields`.
+
+    Writes a file to a temporary folder. Any error means False.
+    """
     try:
         stored = stored_schema(to_arrow_schema(StructType(list(fields))), table_name="the new columns")
         schema = build_iceberg_schema(stored, table_name="the new columns")
@@ -400,7 +414,10 @@ def _kind_of(schema: Schema, column: str) -> IcebergType | None:
 
 
 def text_bounds(target: Target) -> ColumnBounds:
-    """Return the rule `utf8` for each text column. Some formats do not check text: Avro takes any bytes."""
+    """Return the rule `utf8` for each text column of the target, as pairs of column name and rule.
+
+    Some formats do not check text: Avro takes any bytes.
+    """
     schema = target.table.schema()
     return tuple(
         (column.name, "utf8")
