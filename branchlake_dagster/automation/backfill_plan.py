@@ -200,7 +200,10 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in requested_keys)
 
     def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Return the root's later partitions, if they are computed from the requested ones; otherwise ()."""
+        """Return the root's later partitions, if they are computed from `root_partitions`; otherwise ().
+
+        `root_partitions` are the requested partitions; None means the whole root, which has no later ones.
+        """
         consumer = self._consumers.get(root)
         if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:
             return ()

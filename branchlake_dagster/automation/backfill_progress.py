@@ -311,7 +311,8 @@ def _find_failed_attempts(
     """Map each partition whose newest attempt ended without a publication to this attempt.
 
     `launch_keys` maps a partition to the run key for its present state. Partitions of one run share a key.
-    `newest_retries` has attempts of retried backfills, which have no such key.
+    `retries` is the number of retries of the sensor whose runs are looked up for each key. `newest_retries`
+    has attempts of retried backfills, which have no such key.
     """
     failed_attempts: dict[Partition, Attempt] = {}
     for partition, history in zip(
