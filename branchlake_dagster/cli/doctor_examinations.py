@@ -121,8 +121,9 @@ class Examination:
     def run_check(self, subject: str, check: str, action: Callable[[], str], *, remedy: str) -> bool:
         """Run `action` and add a finding: its result as `right`, or an expected error as `wrong`.
 
-        Return whether the finding is `right`. The remedy of a wrong finding is the hint of the error,
-        followed by `remedy`. An error that is not in `_EXPECTED_ERRORS` is raised.
+        `subject` and `check` are the fields `place` and `looked_at` of the finding. Return whether the
+        finding is `right`. The remedy of a wrong finding is the hint of the error, followed by `remedy`. An
+        error that is not in `_EXPECTED_ERRORS` is raised.
         """
         try:
             result = action()
