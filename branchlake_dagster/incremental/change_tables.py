@@ -58,9 +58,9 @@ def build_change_table(
 ) -> ChangeTable:
     """Build a table with the columns and partition specs of `source` that contains only `files`.
 
-    Nothing is committed to the catalog. `ChangeTable.written_paths` lists the manifests that were written.
-    `change_of` is the dotted name of the source, recorded in the snapshot summaries together with
-    `properties`.
+    Nothing is committed to the catalog. `location` is the URI of the folder for the table's own files.
+    `ChangeTable.written_paths` lists the manifests that were written. `change_of` is the dotted name of the
+    source, recorded in the snapshot summaries together with `properties`.
     """
     metadata = source.metadata.model_copy(
         update={

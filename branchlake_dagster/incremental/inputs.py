@@ -63,8 +63,9 @@ def widen_to_days(ranges: Ranges) -> Ranges:
 def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Selection:
     """Return a selection of the rows whose column has a value in the ranges.
 
-    On a column of time stamps, a date means its whole day in UTC. Raises SchemaMismatch if the column does
-    not exist or is neither a date nor a time stamp, and for a range that ends after `LAST_DAY`.
+    On a column of time stamps, a date means its whole day in UTC. Raises SchemaMismatch, which names the
+    `table`, if the column does not exist or is neither a date nor a time stamp, and for a range that ends
+    after `LAST_DAY`.
     """
     try:
         kind = schema.find_type(column)

@@ -150,7 +150,8 @@ def plan_batches(
 ) -> list[PartitionBatch]:
     """Return, for each chain, a batch of its first `max_partitions` remaining partitions.
 
-    The chain's other remaining partitions wait. If `max_partitions` is None, no partition waits.
+    The chain's other remaining partitions wait. If `max_partitions` is None, no partition waits. `all_keys`
+    are all partitions in the order of the definition; other partitions in `remaining` are ignored.
     """
     remaining_chains = (
         [key for key in chain if key in remaining] for chain in partition_chains(definition, all_keys)
@@ -189,6 +190,8 @@ def _outdated_partitions(
     partition without an entry was as current as its predecessor when the common position was recorded. A new
     partition is outdated if an earlier one has a result, even if its inputs have no rows for it. Only the
     first outdated partition of a chain is returned, and partitions whose entries do not count.
+
+    `all_keys` are all partitions in the order of the definition. `new_keys` are those without any record.
     """
     outdated_keys = {*positions.void_partitions}
     for chain in partition_chains(definition, all_keys):
@@ -345,9 +348,10 @@ def compute_valid_through(
 ) -> ValidThrough | None:
     """Return the times up to which the inputs and the consumer's table are complete.
 
-    The result is None if an input has no time. `unconsumed` are the partitions that still have something to
-    consume; `{None}` stands for a table without partitions. `end_ms` is the earlier result of
-    `windows_end_ms`. No table is read: only recorded times are compared.
+    `input_times` has the time of each input. The result is None if one of the inputs has no time.
+    `unconsumed` are the partitions that still have something to consume; `{None}` stands for a table without
+    partitions. `end_ms` is the earlier result of `windows_end_ms`. No table is read: only recorded times are
+    compared.
     """
     inputs = earliest_time(_iter_complete_times(state, input_times))
     if inputs is None:

@@ -238,7 +238,8 @@ class Positions:
     def run_of(self, partition: str, is_covered: Callable[[], bool]) -> str:
         """Return the id of the run that computed a partition; the empty string if no record applies to it.
 
-        For a partition at the common position, this is the run that recorded the common position.
+        For a partition at the common position, this is the run that recorded the common position. For
+        `is_covered` see `find_record`.
         """
         record = self.find_record(partition, is_covered)
         return record.run_id if record is not None else ""
@@ -279,7 +280,7 @@ def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
 
     For a consumer's table, this is the latest time that one of its runs has recorded, if the table still has
     the results of all of these runs. The table may be complete up to a later time, because newer records of
-    its inputs are not read.
+    its inputs are not read. `name` is the dotted name of the table, which is among the sources of the time.
     """
     times = (
         [ingested_time(metadata, name)]
@@ -495,7 +496,8 @@ def _identity_columns(identity: Mapping[str, str]) -> dict[str, str]:
 def shares_rows(earlier_extent: Mapping[str, str], definition: PartitionsDefinition[str], key: str) -> bool:
     """Whether a partition may share rows with a partition of another definition that had this extent.
 
-    True if the extent is empty, that is, unknown.
+    `earlier_extent` is a result of `partition_extent`. If it is empty, the extent is unknown, and the result
+    is True.
     """
     own_extent = partition_extent(definition, key)
     return not earlier_extent or all(

@@ -70,7 +70,8 @@ Spark plans each value as an expression.
 def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[str], Column]) -> Column:
     """Return the condition that both sides have the same key. Null equals null.
 
-    For a column without null, it is a plain equality, because Spark joins by it with fast hash tables.
+    `left` and `right` return the column of a side by the name of a key column. For a key column without null
+    in `keys`, the condition is a plain equality, because Spark joins by it with fast hash tables.
     """
     parts = [
         left(name).eqNullSafe(right(name)) if keys[name].null_count else left(name) == right(name)
@@ -350,6 +351,7 @@ def replace_by_spark(
     """Replace the rows of `keys` in the asset's table in one MERGE.
 
     `schema` is the schema of that table. `selection` limits the replaced rows to the run's partitions.
+    `properties` go into the snapshot's summary.
 
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """

@@ -139,7 +139,7 @@ def ingested_time(metadata: TableMetadata, name: str) -> InputTime | None:
 
     None if no ingestion fills the table, if an ingestion has recorded no time or is filling the table again,
     or if the table was rolled back. Batches without rows for the table are not recorded in it, so the table
-    may be complete up to a later time.
+    may be complete up to a later time. `name` is the dotted name of the table, the source of the time.
     """
     times: list[int] = []
     for key, value in metadata.properties.items():
