@@ -50,8 +50,10 @@ def undo_earlier_attempt(
 ) -> bool:
     """Reset an ingestion's tables on a run's branch to the branch's base. Return whether they had changed.
 
-    Staging tables of earlier attempts are dropped. If a commit of the earlier attempt arrives later, Nessie
-    refuses it, because this reset has changed the same tables. Nessie's errors pass through.
+    `base_hash` is the commit of `main` from which the branch was created. The reset is one commit, with
+    `properties` as its properties in Nessie. Staging tables of earlier attempts are dropped. If a commit of
+    the earlier attempt arrives later, Nessie refuses it, because this reset has changed the same tables.
+    Nessie's errors pass through.
     """
     if client.reference(branch).hash == base_hash:
         return False
@@ -356,7 +358,8 @@ def _iter_materializations(
 ) -> Iterator[dg.MaterializeResult[Any]]:
     """Yield a materialization for each table that the batch changed.
 
-    After a retry every table counts as changed, because the earlier attempt may have changed it.
+    With `is_retry` every table counts as changed, because the earlier attempt may have changed it.
+    `find_table` returns the table of a dotted name as it was before the batch, or None for a new table.
     """
 
     def is_changed(number: int, is_dead_letters: bool) -> bool:

@@ -92,9 +92,9 @@ def commit_tables(
 ) -> Reference:
     """Atomic: commit the files and properties of all tables and drop `tables_to_drop`, or change nothing.
 
-    A table without files gets only its properties. With `keep_snapshots`, a table that has a quarter more
-    snapshots than that number keeps only the newest `keep_snapshots` of them, and those that open runs and
-    consumers still need.
+    A table without files gets only its properties. `properties` are the commit's properties in Nessie. With
+    `keep_snapshots`, a table that has a quarter more snapshots than that number keeps only the newest
+    `keep_snapshots` of them, and those that open runs and consumers still need.
 
     Returns the branch after the commit. Raises EarlierAttemptLate if a property that this commit sets has
     changed on the branch since the table was loaded. Nessie's errors pass through. A commit that certainly

@@ -98,7 +98,8 @@ def live_sensor(
     """Build a sensor that starts a live run whenever no run of the ingestion is active.
 
     If runs fail one after the other, the sensor waits longer after each. Each minute it also reports the
-    state of the topics on their assets.
+    state of the topics on their assets. `interval_s` is the number of seconds between two ticks. `clock`
+    returns the time in seconds since 1970.
     """
     job_name = f"ingest_{ingest.name}_live"
 

@@ -215,6 +215,7 @@ def build_day_events(
     """Yield a materialization for each day, and an observation if `outside` is not 0.
 
     `days` has the numbers of added and removed rows by day. `outside` is the number of rows of other days.
+    `name` is the dotted name of the table, and `main_hash` the commit of `main` at which it was read.
     """
     common = {
         EventMetadata.TABLE: dg.MetadataValue.text(name),
@@ -295,7 +296,8 @@ def build_days_sensor(
 ) -> dg.SensorDefinition:
     """Build the sensor that reports the days of an ingestion's tables that were changed on `main`.
 
-    It starts no run. While nothing is published, a tick costs one request to Nessie.
+    It starts no run. While nothing is published, a tick costs one request to Nessie. `interval_s` is the
+    number of seconds between two ticks.
     """
     tables = [table for table in ingest.tables if table.days_from is not None]
 

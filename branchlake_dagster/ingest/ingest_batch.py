@@ -143,7 +143,8 @@ def ingest_batch(
 
     Nothing is published to `main`. Rows of `upsert` and `changes` tables are staged and merged in earlier
     commits on the branch. If records need new columns or new tables, these are created and the batch is read
-    again.
+    again. `tasks` is the largest number of Spark tasks that read the records. `commit_id` is the id of the
+    batch, which must be new; None creates one.
 
     If records make the batch fail, it is divided until each failing record is alone, in at most `MAX_PASSES`
     passes. These records become dead letters. If the passes do not suffice, or if the remaining records fail
@@ -426,7 +427,8 @@ class _BatchPasses:
     ) -> pa.Table:
         """Return the rows of kept records for these records, without records that were kept earlier.
 
-        The result has no rows if the ingestion keeps no records.
+        `min_offsets` has the offsets below which each table takes no records. The result has no rows if the
+        ingestion keeps no records.
         """
         offsets = {} if targets.kept_records is None else min_offsets.get(targets.kept_records.name, {})
         first_offsets = {

@@ -178,7 +178,8 @@ def build_batch_sensor(
 
     It starts a run when `least_records` records wait, or when some have waited for `most_age_s` seconds. It
     waits longer while runs keep failing. Every minute it reports observations of the topics on their assets,
-    also while a run is active.
+    also while a run is active. `interval_s` is the number of seconds between two ticks. With `running` the
+    sensor is on by default. `clock` returns the time in seconds since 1970.
     """
 
     @dg.sensor(

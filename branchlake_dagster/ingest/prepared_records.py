@@ -268,7 +268,8 @@ class PreparedRecords:
         """Return whether an unrouted record must become a dead letter although `on_unrouted` is "skip".
 
         A record that cannot be read has no route, so its table is unknown. A dead letter that is reprocessed
-        stays a dead letter: if it were skipped, it would be marked as reprocessed and be lost.
+        stays a dead letter: if it were skipped, it would be marked as reprocessed and be lost. `row` is the
+        column with the rows of any table, whose reason shows an unreadable record; None without tables.
         """
         if self._are_dead_letters:
             return F.lit(True)
@@ -279,7 +280,10 @@ class PreparedRecords:
         )
 
     def _lost_reason(self, row: str | None) -> Expression:
-        """Return why no table takes a record: it has no route that matches, or it cannot be read at all."""
+        """Return why no table takes a record: it has no route that matches, or it cannot be read at all.
+
+        `row` is the column with the rows of any table; None without tables.
+        """
         named = F.coalesce("__route", F.lit("(none)"))
         reasons = [build_reason("route", F.concat(F.lit("No table takes the route "), named))]
         if row is not None:
@@ -567,7 +571,8 @@ class PreparedRecords:
     def _may_write_row(self, target: Target, has_waiting: bool) -> Expression:
         """Return whether the row may be written: no waiting dead letter of the record may add the same row.
 
-        Only tables of mode append can get rows from dead letters.
+        Only tables of mode append can get rows from dead letters. `has_waiting` is whether the frame has the
+        column `WAITING_TABLES`; without it, no dead letter waits.
         """
         if not has_waiting or (target.declaration and target.declaration.mode != "append"):
             return F.lit(True)

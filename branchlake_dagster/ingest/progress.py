@@ -412,7 +412,8 @@ def require_reprocessed_rows(
 
     A replay of the topics does not restore such rows, because it goes by offsets. With `is_reprocessing`, the
     marks of earlier reprocessing must be intact whatever `on_rollback` is: otherwise the same dead letters
-    would be reprocessed twice.
+    would be reprocessed twice. `tables` are the ingestion's tables by dotted name, with None for a table that
+    does not exist. With `on_rollback="skip"` lost rows are accepted. `branch` is named in the error.
     """
     for name, table in tables.items():
         is_dead_letters = name == dead_letter_table_name

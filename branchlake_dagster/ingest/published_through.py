@@ -280,7 +280,8 @@ def _consumer_time(
 ) -> InputTime | str:
     """Return the valid-through time of a consumer, or why it has none, as the end of a sentence.
 
-    Raises ChangeLost, InputColumnGone or PositionUnreadable.
+    `input_tables` has the tables of the inputs by dotted name, and `times` the time of each input. Raises
+    ChangeLost, InputColumnGone or PositionUnreadable.
     """
     recorded = read_positions(table.metadata.properties, table=consumer.spec.name)
     positions = fit_positions(recorded, consumer).without_lost(

@@ -198,7 +198,9 @@ def _evolve_targets(
 ) -> BatchTargets | None:
     """Return the targets with the changes that the records need; None if nothing changes.
 
-    With `all_records` the types are inferred from all records, otherwise from a sample.
+    `needs_by_target` has the needs by the index of the target. With `all_records` the types are inferred from
+    all records, otherwise from a sample. The fields that could not become columns are added to `left_out`, by
+    table.
     """
     new_targets = list(targets.tables)
     for number, needs in needs_by_target.items():

@@ -472,7 +472,8 @@ class _TableWriter:
     ) -> pa.RecordBatch:
         """Return the records at `indices` as rows of the table, or all records if `indices` is None.
 
-        `column_of_rows` is the column with the rows; by default it is `row`.
+        `record` returns an attribute of the batch's records by name, as an array. `column_of_rows` is the
+        column with the rows; by default it is `row`.
         """
         structs: pa.StructArray = batch.column(column_of_rows or self.row)
         if indices is not None:

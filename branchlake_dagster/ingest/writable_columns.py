@@ -164,11 +164,11 @@ def infer_field_types(
 ) -> StructType:
     """Infer the types of the records' fields.
 
-    `condition` selects the records, and `only_fields` the fields. For a format with a schema the types are
-    those of the schema. For JSON they come from the first 10,000 records, or from all with `all_records`:
-    whole numbers are bigint, other numbers double, and a field with values of several types is text. A field
-    without a value in these records is left out. Records that are nested too deeply (`is_deep_json`) are not
-    used.
+    `condition` selects the records, and `only_fields` the fields. With `has_envelope` the fields are those of
+    the envelope's field `after`. For a format with a schema the types are those of the schema. For JSON they
+    come from the first 10,000 records, or from all with `all_records`: whole numbers are bigint, other
+    numbers double, and a field with values of several types is text. A field without a value in these records
+    is left out. Records that are nested too deeply (`is_deep_json`) are not used.
 
     Raises ColumnsUnknown if no field is found and `only_fields` is None.
     """
