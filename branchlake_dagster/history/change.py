@@ -36,7 +36,10 @@ class Position:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Position:
         """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
-        return cls(str(values["table"]), values["snapshot"], tuple(values.get("beyond", ())))
+        snapshot_id, unpublished_snapshots = values["snapshot"], tuple(values.get("beyond", ()))
+        if not all(isinstance(number, int) for number in (snapshot_id or 0, *unpublished_snapshots)):
+            raise TypeError(f"{values!r} has a snapshot id that is not a number")
+        return cls(str(values["table"]), snapshot_id, unpublished_snapshots)
 
 
 class ChangeKind(StrEnum):

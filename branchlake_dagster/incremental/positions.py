@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from dagster import (
     DynamicPartitionsDefinition,
@@ -32,6 +32,8 @@ from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable
 from branchlake_dagster.wording import format_count
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -100,23 +102,33 @@ class ConsumptionRecord:
     def from_json(cls, content: str) -> ConsumptionRecord:
         """Parse the result of `to_json`, the value of a table property.
 
-        Raises ValueError for a text that is not JSON, TypeError for JSON that is not an object, and KeyError
-        for a missing field. The types of the fields are not checked.
+        Raises ValueError for a text that is not JSON, KeyError for a missing field, and TypeError for JSON
+        that is not an object, or for a field of another type.
         """
-        values = json.loads(content)
-        inputs = {name: Position.from_dict(position) for name, position in values["inputs"].items()}
+        values = _require_type(json.loads(content), dict)
+        valid_through = values.get("valid_through")
         return cls(
-            inputs,
-            values["run"],
-            values["base"],
-            values.get("covers", {}),
-            values.get("at"),
-            values.get("definition", {}),
-            values.get("extent", {}),
-            values.get("follows", ""),
-            values.get("turned", False),
-            ValidThrough.from_dict(values["valid_through"]) if "valid_through" in values else None,
+            {
+                name: Position.from_dict(position)
+                for name, position in _require_type(values["inputs"], dict).items()
+            },
+            _require_type(values["run"], str),
+            _require_type(values["base"], str),
+            _require_type(values.get("covers", {}), dict),
+            None if values.get("at") is None else _require_type(values["at"], int),
+            _require_type(values.get("definition", {}), dict),
+            _require_type(values.get("extent", {}), dict),
+            _require_type(values.get("follows", ""), str),
+            _require_type(values.get("turned", False), bool),
+            None if valid_through is None else ValidThrough.from_dict(valid_through),
         )
+
+
+def _require_type(value: object, kind: type[_T]) -> _T:
+    """Return a field of a parsed record. Raises TypeError if it does not have the type `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True)

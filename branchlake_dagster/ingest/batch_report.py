@@ -373,7 +373,11 @@ def build_observations(
             ),
             EventMetadata.PARTITIONS: dg.MetadataValue.int(len(topic.ends)),
             EventMetadata.TOPIC_ID: dg.MetadataValue.text(topic.incarnation),
-            **_oldest_metadata(topics.earliest_time(waiting) if waiting else None, clock()),
+            **(
+                _oldest_metadata(topics.earliest_time(waiting), clock())
+                if waiting
+                else {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
+            ),
             **_valid_through_metadata(ingest, planned_batch, clock()),
             **_received_metadata(counts.get(name), silent),
         }
@@ -413,11 +417,10 @@ def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPar
 def _oldest_metadata(at: datetime | None, now: float) -> Mapping[str, Any]:
     """Build the metadata of the oldest waiting record: its time `at`, and its age at `now`, in seconds.
 
-    `at` is None if no record waits, or if its time is not known. The metadata then has no time, and the age
-    is 0 s. `now` is in seconds since 1970.
+    Empty if `at` is None: no waiting record has a valid time. `now` is in seconds since 1970.
     """
     if at is None:
-        return {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
+        return {}
     return {
         EventMetadata.OLDEST_WAITING: dg.MetadataValue.timestamp(at),
         EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(round(max(now - at.timestamp(), 0.0), 3)),

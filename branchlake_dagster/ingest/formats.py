@@ -556,7 +556,8 @@ def decode_values(
     """Call `decode`. If it raises, call it again with halves of the batch, down to single values.
 
     Returns a struct and a reason for each value. A single value that raises gets a null struct and a
-    reason. A result of another length than `values` counts as an error.
+    reason. An error for an empty batch is ignored. A result of another length than `values` counts as an
+    error.
     """
     try:
         rows, reasons = decode(values)
@@ -567,6 +568,8 @@ def decode_values(
     except BaseException as error:  # any error of a user's function is about its values
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
+        if len(values) == 0:
+            return pa.nulls(0, kind), pa.array([], pa.string())
         if len(values) == 1:
             message = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_MAX_REASON_LENGTH]
             return pa.nulls(1, kind), pa.array([message], pa.string())

@@ -363,6 +363,25 @@ def test_a_table_of_another_code_location_is_as_far_as_its_runs(world: World) ->
     assert world.time_of("gold", is_declared=False).at == before
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"inputs": [], "run": "r", "base": "b"}',
+        '{"inputs": {"t": 7}, "run": "r", "base": "b"}',
+        '{"inputs": {"t": {"table": "u", "snapshot": "7"}}, "run": "r", "base": "b"}',
+        '{"inputs": {}, "run": 7, "base": "b"}',
+        '{"inputs": {}, "run": "r", "base": null}',
+        '{"inputs": {}, "run": "r", "base": "b", "covers": 1}',
+        '{"inputs": {}, "run": "r", "base": "b", "at": "7"}',
+        "[]",
+        "7",
+    ],
+)
+def test_a_record_with_a_field_of_another_type_cannot_be_read(content: str) -> None:
+    with pytest.raises(TypeError):
+        ConsumptionRecord.from_json(content)
+
+
 def test_what_was_consumed_of_other_inputs_does_not_count() -> None:
     position = Position("uuid", 1)
     recorded = ValidThrough(7, 5, frozenset({"shop.raw"}))

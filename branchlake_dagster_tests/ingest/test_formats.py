@@ -178,6 +178,15 @@ def test_a_length_that_overflows_fails_its_own_value_alone() -> None:
     assert [reason is not None for reason in reasons.to_pylist()] == [False, True, False]
 
 
+def test_a_function_that_fails_for_no_values_fails_no_batch() -> None:
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        raise ValueError(f"{len(values)} values")
+
+    kind = pa.struct([pa.field("id", pa.int64())])
+    rows, reasons = decode_values(decode, pa.array([], pa.binary()), kind)
+    assert (rows.type, len(rows), len(reasons)) == (kind, 0, 0)
+
+
 def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, namespace: str) -> None:
     topic, own = kafka.topic(), kafka.topic()
     descriptors = _descriptors()
