@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 from ccsds_ndm.ndm_io import NdmIo
 
-from branchlake_dagster.sda.assets.conjunctions import listed
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
+from branchlake_dagster.sda.conjunctions.listing import listed
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.messages.cdm import Party, message_id, written
@@ -44,7 +44,9 @@ def rows(sets: pl.DataFrame) -> pl.DataFrame:
     elements = Elements.from_arrow(sets.to_arrow())
     span = Span.whole(BEGIN, BEGIN + 120 * MINUTE)
     found = pl.DataFrame(as_batch(screen(elements, span, threshold_km=40.0), elements))
-    made = assess_approaches(listed(found, None, span, 40.0), elements, model(elements), ObjectRadii(5.0))
+    made = assess_approaches(
+        listed(found, None, span, 40.0, 14.0), elements, model(elements), ObjectRadii(5.0)
+    )
     assert made.filter(pl.col("collision_probability").is_not_null()).height > 5
     return made
 

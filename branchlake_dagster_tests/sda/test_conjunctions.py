@@ -28,6 +28,8 @@ from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ep
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.conjunctions.identity import identified
+from branchlake_dagster.sda.conjunctions.rescreening import Earlier
+from branchlake_dagster.sda.conjunctions.screening import MINUTE
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
@@ -103,27 +105,15 @@ def test_it_begins_at_the_newest_snapshot():
 
 
 def test_an_empty_list_has_no_time():
-    assert earlier_list(None, 14.0) is None
     assert earlier_list(pl.DataFrame(schema={"kind": pl.String}), 14.0) is None
 
 
 def test_a_list_with_another_limit_of_age_left_out_other_objects():
-    pair = ("sat1_object_designator", "sat2_object_designator")
     found = pl.DataFrame(
-        {
-            "kind": ["edge"],
-            "tca": [NOON],
-            "screened_from": [NOON],
-            "screened_until": [NOON + timedelta(hours=1)],
-        }
-    ).with_columns(
-        pl.lit(5.0).alias("threshold_km"),
-        pl.lit(14.0).alias("max_element_age_days"),
-        *(pl.lit(k).alias(name) for k, name in enumerate(pair, start=1)),
-    )
-    known = earlier_list(found, 14.0)
-    assert known is not None
-    assert known.pairs.tolist() == [[1, 2]]
+        {"screened_from": [NOON], "screened_until": [NOON + timedelta(hours=1)], "threshold_km": [5.0]}
+    ).with_columns(max_element_age_days=pl.lit(14.0))
+    begin = int(NOON.timestamp()) * 1_000_000
+    assert earlier_list(found, 14.0) == Earlier(begin, begin + 60 * MINUTE, 5.0)
     assert earlier_list(found, 30.0) is None
     assert earlier_list(found.drop("max_element_age_days"), 14.0) is None
 

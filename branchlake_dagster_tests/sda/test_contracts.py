@@ -16,7 +16,7 @@ from branchlake_dagster.sda.assets.catalogue import (
     REJECTED_RECORDS,
     SATELLITE_ENTRIES,
 )
-from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, listed
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
 from branchlake_dagster.sda.assets.hour_reports import HOUR_REPORTS, REPORT_SCHEMA
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
@@ -32,6 +32,7 @@ from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
+from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, listed
 from branchlake_dagster.sda.conjunctions.risks import RISK_SCHEMA
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.contracts.by_kind import (
@@ -40,6 +41,7 @@ from branchlake_dagster.sda.contracts.by_kind import (
     observation_contract,
     rejected_observation_contract,
 )
+from branchlake_dagster.sda.ephemerides.distributed import EPHEMERIS_CONJUNCTION_SCHEMA
 from branchlake_dagster.sda.estimation.arrow import track_schema
 from branchlake_dagster.sda.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.sda.graph.definitions import fusion_assets
@@ -126,10 +128,12 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.ConjunctionRisk)) == in_order(stored(RISK_SCHEMA))
     assert in_order(types(contracts.HourReport)) == in_order(stored(REPORT_SCHEMA))
     assert tuple(contracts.ConjunctionAlert.to_schema().columns) == ALERT_COLUMNS
-    nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
+    nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0, 14.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
     rows = assess_approaches(nothing, no_elements, None, ObjectRadii(5.0))
-    assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
+    assert types(contracts.Conjunction) == stored(CONJUNCTION_SCHEMA)
+    assert types(contracts.EphemerisConjunction) == stored(EPHEMERIS_CONJUNCTION_SCHEMA)
+    assert rows.columns == CONJUNCTION_SCHEMA.names
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)

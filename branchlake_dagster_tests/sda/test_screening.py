@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, States, closest
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Plan, plan
+from branchlake_dagster.sda.conjunctions.rescreening import Earlier, EarlierRows, Plan, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Kind, Span, screen, screen_pairs
 from branchlake_dagster.sda.conjunctions.sieve import near_pairs
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
@@ -239,30 +239,30 @@ def test_the_minute_is_that_of_sgp4(elements):
     assert np.linalg.norm(apart - found.relative.position, axis=1).max() < 1e-3
 
 
-def with_kept(planned: Plan, known: Encounters, before: Elements, now: Elements) -> Encounters:
-    """What is found now and what is kept of the earlier list, by rows of the elements of now."""
-    rows = planned.kept
-    first, second = (
-        np.searchsorted(now.sat_no, before.sat_no[one[rows]]) for one in (known.first, known.second)
-    )
-    kept = replace(
-        known,
-        first=first,
-        second=second,
-        kind=known.kind[rows],
-        tca_micros=known.tca_micros[rows],
-        minutes=known.minutes[rows],
-        position=known.position[rows],
-        velocity=known.velocity[rows],
-    )
-    return Encounters.of([*(planned.screening.done(task) for task in planned.tasks), kept])
+def with_kept(
+    planned: Plan, known: Encounters, before: Elements, now: Elements, *, parts: int = 1
+) -> Encounters:
+    """What is found now and what is kept of the earlier list, by rows of the elements of now.
+
+    The earlier list is divided by pairs into parts, as Spark divides it.
+    """
+    found = [planned.screening.done(task) for task in planned.tasks]
+    part_of_row = (before.sat_no[known.first] + before.sat_no[known.second]) % parts
+    for part in range(parts):
+        listed = take(known, np.flatnonzero(part_of_row == part))
+        stays, again = planned.rescreening.rescreen(earlier_rows(before, listed))
+        kept = take(listed, stays)
+        first, second = (np.searchsorted(now.sat_no, before.sat_no[one]) for one in (kept.first, kept.second))
+        found += [again, replace(kept, first=first, second=second)]
+    return Encounters.of(found)
 
 
-def earlier(elements: Elements, span: Span, found: Encounters, threshold_km: float) -> Earlier:
-    return Earlier(
-        span.start,
-        span.end,
-        threshold_km,
+def take(found: Encounters, rows: np.ndarray) -> Encounters:
+    return Encounters(*(getattr(found, one.name)[rows] for one in fields(found)))
+
+
+def earlier_rows(elements: Elements, found: Encounters) -> EarlierRows:
+    return EarlierRows(
         np.stack([elements.sat_no[found.first], elements.sat_no[found.second]], axis=1),
         found.tca_micros,
         np.array([kind is Kind.TOGETHER for kind in found.kinds], np.bool_),
@@ -287,13 +287,14 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
         now,
         span,
         threshold,
-        earlier=earlier(elements, before, known, threshold),
+        earlier=Earlier(before.start, before.end, threshold),
         changed=elements.sat_no[moved],
         parts=3,
     )
     assert "all pairs" not in planned.why
-    found = with_kept(planned, known, elements, now)
-    assert_same(found, screen(now, span, threshold_km=threshold))
+    expected = screen(now, span, threshold_km=threshold)
+    for parts in (1, 5):
+        assert_same(with_kept(planned, known, elements, now, parts=parts), expected)
 
 
 @pytest.mark.parametrize(
@@ -307,15 +308,13 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
     ],
 )
 def test_a_list_that_is_of_no_use_is_made_anew(elements, case, why):
-    nothing = np.zeros((0, 2), np.int64)
-    known = Earlier(
-        START, START + HOUR, 7.0 if case == "threshold" else 5.0, nothing, nothing[:, 0], nothing[:, 0]
-    )
+    known = Earlier(START, START + HOUR, 7.0 if case == "threshold" else 5.0)
     span = minutes(10, START + {"before": -HOUR, "after": HOUR}.get(case, 0))
     changed = elements.sat_no if case == "many" else elements.sat_no[:3]
     planned = plan(elements, span, 5.0, earlier=None if case == "none" else known, changed=changed, parts=2)
     assert why in planned.why
     assert {task.pairs for task in planned.tasks} == {Pairs.ALL}
+    assert planned.rescreening is None
 
 
 @pytest.mark.long
@@ -353,7 +352,7 @@ def test_real_neighbors_are_reported_as_together_and_a_real_change_as_all():
         second,
         later,
         5.0,
-        earlier=earlier(first, span, known, 5.0),
+        earlier=Earlier(span.start, span.end, 5.0),
         changed=np.array(changed, np.int64),
         parts=2,
     )

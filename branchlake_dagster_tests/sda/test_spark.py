@@ -2,7 +2,9 @@
 
 import hashlib
 import uuid
+from dataclasses import replace
 from datetime import UTC, date, datetime
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,28 +13,37 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from branchlake_dagster.sda.conjunctions.arrow import as_batch
-from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
+from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch
+from branchlake_dagster.sda.conjunctions.distributed import close_approaches, list_conjunctions
+from branchlake_dagster.sda.conjunctions.listing import LIST_INPUT_SCHEMA, ListBuilder
+from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Rescreening, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.observations import REJECTION_REASONS
+from branchlake_dagster.sda.ephemerides.distributed import FileScreening, screen_files
+from branchlake_dagster.sda.ephemerides.listing import screened_file
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, fuse_batches
 from branchlake_dagster.sda.estimation.prior import ElementPrior
+from branchlake_dagster.sda.gp.simulated import simulated_elements
+from branchlake_dagster.sda.messages.errors import UnreadableMessage
+from branchlake_dagster.sda.messages.oem_read import read_oem
 from branchlake_dagster.sda.observations.envelope import (
     OBSERVATION_NAMESPACE,
     build_observations,
     build_rejected_observations,
     identify_measurements,
 )
-from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.wire.links import decode_links, encode_links
 from branchlake_dagster.sda.wire.optical import decode_optical, encode_optical
 from branchlake_dagster.sda.wire.radar import decode_radar, encode_radar
+from branchlake_dagster_tests.sda.test_ephemerides import NOON, message, segment
 from branchlake_dagster_tests.sda.test_tracks import (
     END,
     MODELS,
@@ -43,6 +54,7 @@ from branchlake_dagster_tests.sda.test_tracks import (
     envelope,
     fuse,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 __all__ = ["catalogue"]
 
@@ -267,5 +279,83 @@ def test_screening_over_spark(session, catalogue):
     expected = pa.Table.from_batches([as_batch(screen(elements, span, threshold_km=50.0), elements)])
     assert expected.num_rows > 0
     assert found.sort_by(BY) == expected.sort_by(BY)
-    here = close_approaches_here(screening, in_parts(span, Pairs.ALL, 3))
-    assert here.sort_by(BY) == expected.sort_by(BY)
+
+
+@pytest.mark.parametrize("changed", [0, 3])
+def test_the_list_over_spark_continues_the_earlier_one_as_the_function_does(session, catalogue, changed):
+    before = Elements.from_arrow(catalogue.sort("sat_no").to_arrow())
+    values = before.values.copy()
+    values[:changed, ELEMENT_FIELDS.index("mean_anomaly")] += 20.0
+    now = replace(before, values=values)
+
+    def builder(elements: Elements, span: Span, rescreening: Rescreening | None) -> ListBuilder:
+        return ListBuilder(elements, span, 50.0, 14.0, rescreening, None, ObjectRadii(5.0))
+
+    def all_pairs(elements: Elements, span: Span) -> pl.DataFrame:
+        found = pl.DataFrame(pl.from_arrow(as_batch(screen(elements, span, threshold_km=50.0), elements)))
+        return builder(elements, span, None).build(found, no_rows)
+
+    no_rows = pl.DataFrame(pl.from_arrow(LIST_INPUT_SCHEMA.empty_table()))
+    first = Span.whole(START, START + 60 * MINUTE)
+    span = Span.whole(START + 20 * MINUTE, START + 60 * MINUTE)
+    earlier = all_pairs(before, first)
+    planned = plan(
+        now,
+        span,
+        50.0,
+        earlier=Earlier(first.start, first.end, 50.0),
+        changed=before.sat_no[:changed],
+        parts=3,
+    )
+    assert planned.rescreening is not None
+    frame = session.createDataFrame(
+        earlier.select([*ENCOUNTER_SCHEMA.names, "event_id", "first_reported"]).to_arrow()
+    )
+    rows = list_conjunctions(session, planned, frame, builder(now, span, planned.rescreening)).toArrow()
+    listed = pl.DataFrame(pl.from_arrow(rows)).sort("tca", "event_id")
+    expected = all_pairs(now, span)
+    of_earlier = ["event_id", "first_reported", "previous_miss_distance_km"]
+    order = ["sat1_object_designator", "sat2_object_designator", "tca"]
+    assert listed.drop(of_earlier).sort(order).equals(expected.drop(of_earlier).sort(order))
+    stayed = listed.join(earlier, on=[*order, "kind"], how="semi")
+    assert stayed.height > 0
+    assert stayed.select(*order, "event_id").equals(
+        stayed.select(order).join(
+            earlier.select(*order, "event_id"), on=order, how="left", maintain_order="left"
+        )
+    )
+    assert stayed["miss_distance_km"].equals(stayed["previous_miss_distance_km"], check_names=False)
+
+
+def test_ephemeris_files_are_read_and_screened_by_workers(session):
+    frame = simulated_elements(seed=4, objects=400, epoch=NOON).sort("sat_no")
+    elements = Elements.from_arrow(frame.to_arrow())
+    files = [(f"{row}.oem", message(segment(elements, row))) for row in (2, 0, 1)]
+    cut = files[0][1].decode().splitlines(keepends=True)
+    cut[20] = cut[20][:40] + "\n"
+    files.append(("cut.oem", "".join(cut).encode()))
+    how: dict[str, Any] = {
+        "threshold_km": 60.0,
+        "max_element_age_days": 14.0,
+        "exclude": [int(elements.sat_no[9])],
+    }
+    warnings: list[str] = []
+    with screen_files(session, files, FileScreening(frame, **how), warnings.append) as screened:
+        rows = pl.DataFrame(pl.from_arrow(screened.rows.toArrow()))
+    reads = {name: read_oem(content, name) for name, content in files}
+    expected = pl.concat(screened_file(name, read, frame, **how) for name, read in reads.items())
+    assert rows.sort(pl.all()).equals(expected.sort(pl.all()))
+    assert screened.approaches == expected.height > 3
+    assert screened.unusable_records == reads["cut.oem"].rejected.height == len(warnings) == 1
+
+
+def test_the_first_unreadable_ephemeris_file_is_the_error(session):
+    frame = simulated_elements(seed=4, objects=400, epoch=NOON).sort("sat_no")
+    whole = message(segment(Elements.from_arrow(frame.to_arrow()), 0))
+    files = [("c.oem", whole), ("b.oem", b""), ("d.oem", b"no message")]
+    screening = FileScreening(frame, 60.0, 14.0, [])
+    with (
+        raising(UnreadableMessage, reason="empty", subject="b.oem"),
+        screen_files(session, files, screening, lambda _: None),
+    ):
+        pass

@@ -2,7 +2,8 @@
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import dagster as dg
 import numpy as np
@@ -13,6 +14,9 @@ from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import (
     BranchSparkResource,
@@ -26,10 +30,10 @@ from branchlake_dagster.sda.assets.quarantine import of_tracked
 from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OWNERS
-from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
-from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
-from branchlake_dagster.sda.conjunctions.identity import identified
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Plan, plan
+from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR
+from branchlake_dagster.sda.conjunctions.distributed import list_conjunctions
+from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, ListBuilder
+from branchlake_dagster.sda.conjunctions.rescreening import Earlier, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Kind, Span
 from branchlake_dagster.sda.contracts import Conjunction
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
@@ -43,8 +47,8 @@ from branchlake_dagster.sda.reports.conjunction_report import (
     select_top_approaches,
 )
 from branchlake_dagster.sda.reports.pictures import to_markdown
+from branchlake_dagster.sda.shipping import carried
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
-from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
 
 CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
@@ -54,6 +58,8 @@ MAX_ELEMENT_AGE_DAYS = 14.0
 _DAY_MICROS = 86_400_000_000
 _ASSET = "branchlake.asset"
 """The key that branchlake's writes add to a snapshot's summary."""
+_EVENT_COLUMNS = (*PAIR, "kind", "tca", "miss_distance_km")
+"""The columns by which events of an earlier list are found again."""
 
 
 class ConjunctionsConfig(dg.Config):
@@ -74,7 +80,7 @@ class ConjunctionsConfig(dg.Config):
     key=CONJUNCTIONS,
     group_name="conjunctions",
     owners=OWNERS,
-    kinds={"iceberg", "numpy"},
+    kinds={"iceberg", "spark"},
     freshness_policy=OF_SNAPSHOTS,
     ins={"changed": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
     deps=[ELEMENT_ERRORS, OBJECT_ERRORS, OBJECTS],
@@ -89,7 +95,7 @@ def conjunctions(
     gp: GpSource,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
-) -> pl.DataFrame:
+) -> Iterator[dg.Output[DataFrame]]:
     """List the predicted close approaches of all objects, from the time of the newest GP snapshot on.
 
     If the catalog changes, only two parts are screened again: pairs with a changed object, and the hours that
@@ -102,53 +108,130 @@ def conjunctions(
     current = Elements.from_arrow(catalogue.sort_by("sat_no"))
     fresh = start - current.epoch_micros <= config.max_element_age_days * _DAY_MICROS
     elements = current.take(np.flatnonzero(fresh))
-    earlier, ours = None, True
-    with contextlib.suppress(NoSuchTableError):
-        table = tables.load_table(tuple(CONJUNCTIONS.path))
-        earlier, ours = pl.DataFrame(table.scan().to_arrow()), as_made(table)
-    if not ours:
+    earlier = read_earlier_list(spark.spark_session, tables)
+    if earlier is not None and not earlier.is_own:
         context.log.warning("Another writer has changed the list's rows, so all pairs are screened again.")
-    # Rows of a list that lacks a column cannot be kept.
-    whole = earlier is not None and ours and set(ENCOUNTER_SCHEMA.names) <= set(earlier.columns)
     planned = plan(
         elements,
         span,
         config.threshold_km,
-        earlier=earlier_list(earlier if whole else None, config.max_element_age_days),
+        earlier=None if earlier is None else earlier.select_usable(config.max_element_age_days),
         changed=changed.column("sat_no").unique().to_numpy(),
         parts=config.tasks,
     )
     context.log.info(f"{len(elements):,} objects, {planned.why}, in {len(planned.tasks)} tasks.")
-    if planned.few:
-        found = close_approaches_here(planned.screening, planned.tasks)
-    else:
-        found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
-    rows = with_kept(pl.DataFrame(found), earlier, planned)
-    result = assess_approaches(
-        listed(rows, earlier, span, config.threshold_km, config.max_element_age_days),
+    builder = ListBuilder(
         elements,
+        span,
+        config.threshold_km,
+        config.max_element_age_days,
+        planned.rescreening,
         published_errors(tables),
-        radii_of(tables, gp, config.default_radius_m),
+        radii_of(tables, gp, config.default_radius_m).take(elements.sat_no),
     )
-    context.add_output_metadata(
-        {
-            "screening": planned.why,
-            "objects": len(elements),
-            "left_out_as_stale": int((~fresh).sum()),
-            "close_approaches": result.height,
-            **{f"of_kind_{kind.value}": int((result["kind"] == kind.value).sum()) for kind in Kind},
-            "new": int((result["first_reported"] == result["screened_from"]).sum()),
-            **{
-                f"radius_by_{source.replace(' ', '_')}": sum(
-                    int((result[f"sat{k}_radius_source"] == source).sum()) for k in (1, 2)
-                )
-                for source in RADIUS_SOURCES
+    rows = list_conjunctions(
+        spark.spark_session, planned, None if earlier is None else earlier.frame, builder
+    ).persist()
+    try:
+        counts = count_rows(rows)
+        top_approaches = rows.mapInArrow(
+            carried(select_top_batches), from_arrow_schema(CONJUNCTION_SCHEMA)
+        ).toArrow()
+        # One file, sorted: the list is read as a whole.
+        yield dg.Output(
+            rows.repartition(1).sortWithinPartitions("tca", "event_id"),
+            metadata={
+                "screening": planned.why,
+                "objects": len(elements),
+                "left_out_as_stale": int((~fresh).sum()),
+                **counts,
+                **pictures(select_top_approaches(pl.DataFrame(top_approaches)), elements, catalogue),
             },
-            "with_probability": int(result["collision_probability"].is_not_null().sum()),
-            **pictures(result, elements, catalogue),
-        }
+        )
+    finally:
+        rows.unpersist()
+
+
+@dataclass(frozen=True)
+class EarlierList:
+    """The list of the last run.
+
+    ``frame`` has the columns of `LIST_INPUT_SCHEMA` except ``is_earlier``, and ``header`` (at most one row)
+    the columns of the table. If ``is_own`` is false, another writer has changed its rows; if ``is_complete``
+    is false, the table lacks a column of `ENCOUNTER_SCHEMA`.
+    """
+
+    frame: DataFrame
+    header: pl.DataFrame
+    is_own: bool
+    is_complete: bool
+
+    def select_usable(self, max_element_age_days: float) -> Earlier | None:
+        """Return the list for the planning of a screening, or None if its rows cannot be kept."""
+        if not self.is_own or not self.is_complete:
+            return None
+        return earlier_list(self.header, max_element_age_days)
+
+
+def read_earlier_list(session: SparkSession, tables: Catalog) -> EarlierList | None:
+    """Open the list of the last run on the run's branch. None if it does not exist or cannot be continued.
+
+    Events of a table without ids cannot be continued.
+    """
+    try:
+        table = tables.load_table(tuple(CONJUNCTIONS.path))
+    except NoSuchTableError:
+        return None
+    snapshot, columns = table.metadata.current_snapshot_id, {*table.schema().column_names}
+    if snapshot is None or not {"event_id", "first_reported", *_EVENT_COLUMNS} <= columns:
+        return None
+    # Spark computes the list again if it loses the persisted rows. By then, the run may have replaced the
+    # rows of the table, so the snapshot is named.
+    stored = session.read.option("versionAsOf", str(snapshot)).table(f"nessie.{'.'.join(CONJUNCTIONS.path)}")
+    types = from_arrow_schema(ENCOUNTER_SCHEMA)
+    frame = stored.select(
+        *(
+            F.col(field.name) if field.name in columns else F.lit(None).cast(field.dataType).alias(field.name)
+            for field in types
+        ),
+        "event_id",
+        "first_reported",
     )
-    return result
+    return EarlierList(
+        frame,
+        pl.DataFrame(table.scan(limit=1).to_arrow()),
+        as_made(table),
+        {*ENCOUNTER_SCHEMA.names} <= columns,
+    )
+
+
+def count_rows(rows: DataFrame) -> dict[str, int]:
+    """Count close approaches for the asset's page: all, by kind, new ones, and those with a probability.
+
+    The two radii of each row are counted by their source.
+    """
+    radius_names = {f"radius_by_{source.replace(' ', '_')}": source for source in RADIUS_SOURCES}
+    row = rows.agg(
+        F.count("*").alias("close_approaches"),
+        *(F.count_if(F.col("kind") == kind.value).alias(f"of_kind_{kind.value}") for kind in Kind),
+        F.count_if(F.col("first_reported") == F.col("screened_from")).alias("new"),
+        *(
+            (
+                F.count_if(F.col("sat1_radius_source") == source)
+                + F.count_if(F.col("sat2_radius_source") == source)
+            ).alias(name)
+            for name, source in radius_names.items()
+        ),
+        F.count("collision_probability").alias("with_probability"),
+    ).head()
+    return {} if row is None else {name: int(count) for name, count in row.asDict().items()}
+
+
+def select_top_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Select the first encounters of each batch, as `select_top_approaches`. They include those of all."""
+    for batch in batches:
+        top = select_top_approaches(pl.DataFrame(pl.from_arrow(batch)))
+        yield from top.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(CONJUNCTION_SCHEMA).to_batches()
 
 
 def as_made(table: Table) -> bool:
@@ -165,14 +248,6 @@ def as_made(table: Table) -> bool:
     while head is not None and head.summary is not None and head.summary.operation is Operation.REPLACE:
         head = known.get(head.parent_snapshot_id or -1)
     return head is not None and head.summary is not None and _ASSET in head.summary.additional_properties
-
-
-def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) -> pl.DataFrame:
-    """Return the approaches found now, and the rows of the earlier list that are the same in the new one."""
-    if earlier is None or not len(planned.kept):
-        return found
-    kept = earlier[planned.kept].select(pl.col(name).cast(kind) for name, kind in found.schema.items())
-    return pl.concat([found, kept])
 
 
 def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
@@ -196,13 +271,18 @@ def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
 
 
 def pictures(
-    result: pl.DataFrame, elements: Elements, catalogue: pa.Table
+    first: pl.DataFrame, elements: Elements, catalogue: pa.Table
 ) -> dict[str, dg.MarkdownMetadataValue]:
-    """Return metadata with the top of the list as a table, and charts of altitudes, distance and geometry."""
+    """Return metadata with the first encounters as a table, and charts of altitudes, distance and geometry.
+
+    Args:
+        first: The first encounters of the list, as `select_top_approaches` returns them.
+        elements: The screened element sets.
+        catalogue: The catalog, from which the names of objects are shown.
+    """
     shown = {
         "altitudes": dg.MetadataValue.md(to_markdown(draw_altitudes(elements), "Objects by altitude")),
     }
-    first = select_top_approaches(result)
     if first.height:
         names = {}
         if "object_name" in catalogue.column_names:
@@ -225,61 +305,20 @@ def newest_snapshot(names: Sequence[str]) -> int:
     return int(newest.timestamp()) // 60 * MINUTE
 
 
-def earlier_list(found: pl.DataFrame | None, max_element_age_days: float) -> Earlier | None:
+def earlier_list(found: pl.DataFrame, max_element_age_days: float) -> Earlier | None:
     """Return the earlier list for the planning of a screening, or None if its rows cannot be kept.
 
     Rows cannot be kept if the table is empty, or if it was made with another `max_element_age_days`: it then
     left out other objects.
+
+    Args:
+        found: A row of the list or all rows. All have the same time and limits.
+        max_element_age_days: The limit of the new screening.
     """
-    if found is None or found.is_empty():
+    if found.is_empty():
         return None
     first = found.row(0, named=True)
     if first.get("max_element_age_days") != max_element_age_days:
         return None
-    at = found.select(pl.col("tca", "screened_from", "screened_until").dt.epoch("us"))
-    return Earlier(
-        int(at["screened_from"][0]),
-        int(at["screened_until"][0]),
-        float(first["threshold_km"]),
-        found.select("sat1_object_designator", "sat2_object_designator").to_numpy(),
-        at["tca"].to_numpy(),
-        (found["kind"] == Kind.TOGETHER.value).to_numpy(),
-    )
-
-
-def listed(
-    found: pl.DataFrame,
-    earlier: pl.DataFrame | None,
-    span: Span,
-    threshold_km: float,
-    max_element_age_days: float = MAX_ELEMENT_AGE_DAYS,
-) -> pl.DataFrame:
-    """Return close approaches with the columns of `Conjunction`, sorted by time and event id.
-
-    Args:
-        found: Close approaches with the columns of `ENCOUNTER_SCHEMA`.
-        earlier: The rows of the earlier list, from which known events keep their ids; or None.
-        span: The screened time.
-        threshold_km: The largest miss distance, km. It becomes a column.
-        max_element_age_days: The largest age of an element set, days. It becomes a column.
-    """
-    moment = pl.Datetime("us", "UTC")
-    begin, end = (pl.lit(one).cast(moment) for one in (span.start, span.end))
-    age = [
-        ((pl.col("tca") - pl.col(f"sat{k}_element_epoch")).dt.total_microseconds() / _DAY_MICROS).alias(
-            f"sat{k}_element_age_days"
-        )
-        for k in (1, 2)
-    ]
-    named = identified(found.with_columns(pl.col(pl.Datetime).cast(moment)), earlier, reported=begin)
-    return named.select(
-        *found.columns,
-        "event_id",
-        *age,
-        "first_reported",
-        "previous_miss_distance_km",
-        begin.alias("screened_from"),
-        end.alias("screened_until"),
-        pl.lit(threshold_km).alias("threshold_km"),
-        pl.lit(max_element_age_days).alias("max_element_age_days"),
-    ).sort("tca", "event_id")
+    at = found.select(pl.col("screened_from", "screened_until").dt.epoch("us"))
+    return Earlier(int(at["screened_from"][0]), int(at["screened_until"][0]), float(first["threshold_km"]))

@@ -5,21 +5,23 @@ files in a folder and compares them with the element sets of the catalog.
 """
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import polars as pl
 from pydantic import Field
+from pyspark.sql import DataFrame
 
-from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
+from branchlake_dagster import BranchSparkResource, LakehouseResource, column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.quarantine import of_tracked
 from branchlake_dagster.sda.assets.upkeep import OWNERS
 from branchlake_dagster.sda.contracts import EphemerisConjunction
-from branchlake_dagster.sda.ephemerides.listing import screened_file
+from branchlake_dagster.sda.ephemerides.distributed import FileScreening, screen_files
 from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.messages.errors import UnreadableMessage
-from branchlake_dagster.sda.messages.oem_read import read_oem
+from branchlake_dagster.sda.orbits.propagation import Elements
 
 EPHEMERIS_CONJUNCTIONS = dg.AssetKey(["sda", "ephemeris_conjunctions"])
 _ENDINGS = (".oem", ".kvn", ".xml", ".gz")
@@ -43,46 +45,40 @@ class EphemeridesConfig(dg.Config):
     key=EPHEMERIS_CONJUNCTIONS,
     group_name="conjunctions",
     owners=OWNERS,
-    kinds={"iceberg", "numpy"},
+    kinds={"iceberg", "spark"},
     deps=[CATALOGUE],
     metadata=table_metadata(write_mode="replace_table", require_checks=True)
     | column_metadata(EphemerisConjunction),
 )
 def ephemeris_conjunctions(
-    context: dg.AssetExecutionContext, config: EphemeridesConfig, lakehouse: LakehouseResource
-) -> pl.DataFrame:
+    context: dg.AssetExecutionContext,
+    config: EphemeridesConfig,
+    lakehouse: LakehouseResource,
+    spark: BranchSparkResource,
+) -> Iterator[dg.Output[DataFrame]]:
     """List the catalog objects that come close to the ephemerides in a folder, within their usable times.
 
     A file without a usable segment fails the run. Other unusable records are logged and counted.
     """
     table = lakehouse.catalog().load_table(tuple(CATALOGUE.path)).scan().to_arrow()
     catalogue = pl.DataFrame(of_tracked(table)).sort("sat_no")
-    parts, unused = [], 0
-    for path in files_of(config.folder):
-        read = read_oem(path.read_bytes(), path.name)
-        unused += read.rejected.height
-        for row in read.rejected.head(5).iter_rows(named=True):
-            context.log.warning(f"{path.name}:{row['line_number']}: {row['reason']}: {row['message']}")
-        if not read.segments:
-            raise UnreadableMessage(
-                f"Ephemeris file {path.name} has no segment that can be screened.",
-                hint="The run's log has the errors. Remove the file from the folder or correct it.",
-            )
-        parts.append(
-            screened_file(
-                path.name,
-                read,
-                catalogue,
-                threshold_km=config.threshold_km,
-                max_element_age_days=config.max_element_age_days,
-                exclude=config.exclude,
-            )
-        )
-    result = pl.concat(parts)
-    context.add_output_metadata(
-        {"files": len(parts), "close_approaches": result.height, "records_not_used": unused}
+    names = [name for name in (*Elements.COLUMNS, "object_name", "object_id") if name in catalogue.columns]
+    files = [(path.name, path.read_bytes()) for path in files_of(config.folder)]
+    screening = FileScreening(
+        catalogue.select(names), config.threshold_km, config.max_element_age_days, config.exclude
     )
-    return result
+    with screen_files(spark.spark_session, files, screening, context.log.warning) as screened:
+        # One file, sorted: the table is read as a whole.
+        yield dg.Output(
+            screened.rows.repartition(1).sortWithinPartitions(
+                "ephemeris", "miss_distance_km", "tca", "sat2_object_designator"
+            ),
+            metadata={
+                "files": len(files),
+                "close_approaches": screened.approaches,
+                "records_not_used": screened.unusable_records,
+            },
+        )
 
 
 def files_of(folder: str) -> list[Path]:

@@ -1,26 +1,20 @@
-"""Run the tasks of a screening on Spark's workers, or in this process."""
+"""Screen for close approaches on Spark's workers, and build the list of conjunctions there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import polars as pl
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch
-from branchlake_dagster.sda.conjunctions.screening import Kind, Span
+from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR, as_batch, merge_batches
+from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
+from branchlake_dagster.sda.conjunctions.rescreening import Plan
+from branchlake_dagster.sda.conjunctions.screening import Span
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, Task
 from branchlake_dagster.sda.shipping import carried
-
-_PAIR = ["kind", "sat1_object_designator", "sat2_object_designator"]
-_NEAREST = sorted(
-    (name for name in ENCOUNTER_SCHEMA.names if name not in (*_PAIR, "together_min")),
-    key=lambda name: (name != "miss_distance_km", name != "tca"),
-)
-"""The columns by which the nearest of several rows of a `together` event is chosen, in this order."""
 
 
 def close_approaches(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
@@ -28,33 +22,43 @@ def close_approaches(session: SparkSession, screening: Screening, tasks: Sequenc
 
     Rows of the kind `together` from several tasks are merged into one row per pair.
     """
+    by_pair = _run_tasks(session, screening, tasks).repartition(*PAIR)
+    return by_pair.mapInArrow(carried(merge_batches), from_arrow_schema(ENCOUNTER_SCHEMA))
+
+
+def list_conjunctions(
+    session: SparkSession, plan: Plan, earlier: DataFrame | None, builder: ListBuilder
+) -> DataFrame:
+    """Return the rows of the list (`CONJUNCTION_SCHEMA`), computed by Spark.
+
+    Tasks search the pairs that the plan names. Their rows and those of the earlier list are shuffled by pair.
+    Then workers take over the earlier rows of unchanged pairs, merge, name and assess all rows.
+
+    Args:
+        session: The session of the run.
+        plan: The plan of the screening.
+        earlier: The earlier list with the columns of `LIST_INPUT_SCHEMA` except ``is_earlier``, or None.
+        builder: Builds the rows from the approaches of the tasks and the earlier rows.
+    """
+    found = _run_tasks(session, plan.screening, plan.tasks).select(
+        *ENCOUNTER_SCHEMA.names,
+        F.lit(None).cast("string").alias("event_id"),
+        F.lit(None).cast("timestamp").alias("first_reported"),
+        F.lit(False).alias("is_earlier"),
+    )
+    if earlier is not None:
+        found = found.unionByName(earlier.withColumn("is_earlier", F.lit(True)))
+    by_pair = found.select(*LIST_INPUT_SCHEMA.names).repartition(*PAIR)
+    return by_pair.mapInArrow(carried(builder.build_batches), from_arrow_schema(CONJUNCTION_SCHEMA))
+
+
+def _run_tasks(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
+    """Return the close approaches of all tasks, without merging."""
     columns = "first long, last long, begin long, end long, pairs string"
     rows = [(t.span.first, t.span.last, t.span.start, t.span.end, t.pairs.value) for t in tasks]
     # Rows are distributed evenly. By hash, one Spark task could get several rows, and other cores would wait.
-    frame = session.createDataFrame(rows, columns).repartition(len(rows))
-    found = frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
-    together = F.col("kind") == Kind.TOGETHER.value
-    # Several tasks may have rows of the kind `together` for one pair. Only one task finds any other event.
-    own = F.when(~together, F.col("tca")).alias("own_tca")
-    merged = found.groupBy(*_PAIR, own).agg(
-        F.min(F.struct(*_NEAREST)).alias("nearest"), F.sum("together_min").alias("together_min")
-    )
-    return merged.select(*_PAIR, "together_min", "nearest.*").select(*ENCOUNTER_SCHEMA.names)
-
-
-def close_approaches_here(screening: Screening, tasks: Sequence[Task]) -> pa.Table:
-    """Return the same rows as `close_approaches`, computed in this process on one core."""
-    parts = (as_batch(screening.done(task), screening.elements) for task in tasks)
-    found = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(parts, ENCOUNTER_SCHEMA)))
-    together = pl.col("kind") == Kind.TOGETHER.value
-    merged = (
-        found.filter(together)
-        .sort(_NEAREST)
-        .group_by(_PAIR, maintain_order=True)
-        .agg(pl.col("together_min").sum(), pl.col(_NEAREST).first())
-        .select(found.columns)
-    )
-    return pl.concat([found.filter(~together), merged]).to_arrow().cast(ENCOUNTER_SCHEMA)
+    frame = session.createDataFrame(rows, columns).repartition(max(1, len(rows)))
+    return frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
 
 
 def _batches(screening: Screening) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

@@ -22,7 +22,8 @@ def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: p
 
     An event keeps the id of the event of the same pair in the earlier list that is nearest in time, at most
     `SAME_EVENT` away. Events of the kind `together` match at any time. A new id consists of the pair and the
-    second of the closest approach.
+    second of the closest approach. The id of an event depends only on the rows of its pair in both lists, and
+    not on their order.
 
     Args:
         found: Close approaches.
@@ -30,15 +31,19 @@ def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: p
             none.
         reported: The value of ``first_reported`` for new events.
     """
-    named = found.with_columns(
-        pl.format(
-            "{}-{}-{}",
-            *_PAIR,
-            pl.when(pl.col("kind") == "together")
-            .then(pl.lit("together"))
-            .otherwise(pl.col("tca").dt.strftime("%Y%m%dT%H%M%SZ")),
-        ).alias("new_id")
-    ).with_row_index("row")
+    named = (
+        found.sort(*_COLUMNS)
+        .with_columns(
+            pl.format(
+                "{}-{}-{}",
+                *_PAIR,
+                pl.when(pl.col("kind") == "together")
+                .then(pl.lit("together"))
+                .otherwise(pl.col("tca").dt.strftime("%Y%m%dT%H%M%SZ")),
+            ).alias("new_id")
+        )
+        .with_row_index("row")
+    )
     if earlier is None or earlier.is_empty():
         known = named.select("row").with_columns(
             pl.lit(None, pl.String).alias("known_id"),
@@ -74,7 +79,7 @@ def _match_earlier_events(named: pl.DataFrame, earlier: pl.DataFrame) -> pl.Data
     return (
         both.with_columns(apart.alias("apart"))
         .filter(pl.col("together") | (pl.col("apart") <= SAME_EVENT))
-        .sort("apart", "row")
+        .sort("apart", "row", "known_tca")
         .unique("known_id", keep="first", maintain_order=True)
         .unique("row", keep="first", maintain_order=True)
         .select("row", "known_id", "known_since", "previous_miss_distance_km")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,15 @@ from branchlake_dagster.sda.conjunctions.screening import (
     Encounters,
     Span,
     screen,
-    screen_minutes,
-    screen_pairs,
 )
 from branchlake_dagster.sda.orbits.propagation import Elements
 
 
 class Pairs(StrEnum):
-    """The pairs that a task screens: all, those with a subject, or given ones."""
+    """The pairs that a task screens: all, or those with a subject."""
 
     ALL = "all"
     OF_SUBJECTS = "of subjects"
-    GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -42,37 +39,32 @@ class Task:
 class Screening:
     """The input of all tasks of a screening. Spark ships it to the workers: 1.4 MB for 16,000 objects.
 
-    ``elements`` are sorted by ``sat_no``. The other arrays refer to their rows. ``subjects`` (n,) is for
-    tasks of the kind `OF_SUBJECTS`. ``minutes`` (m, 3) and ``together`` (p, 2) are for tasks of the kind
-    `GIVEN`: pairs to screen in given minutes (`screen_minutes`), and pairs to screen in every minute.
+    ``elements`` are sorted by ``sat_no``. ``subjects`` (n,) is for tasks of the kind `OF_SUBJECTS`: it is
+    true for the objects with which a pair is screened. ``subjects_step_s`` is the step of their search, in
+    seconds.
     """
 
     elements: Elements
     threshold_km: float
     subjects: npt.NDArray[np.bool_]
-    minutes: npt.NDArray[np.int64]
-    together: npt.NDArray[np.int64]
     subjects_step_s: float = STEP_S
 
     @classmethod
     def of_all(cls, elements: Elements, threshold_km: float) -> Self:
         """Return a screening of all pairs."""
-        nothing = np.zeros((0, 3), np.int64)
-        return cls(elements, threshold_km, np.ones(len(elements), np.bool_), nothing, nothing[:, :2])
+        return cls(elements, threshold_km, np.ones(len(elements), np.bool_))
 
     def done(self, task: Task) -> Encounters:
         """Run a task and return its close approaches."""
-        how: dict[str, Any] = {"threshold_km": self.threshold_km}
-        if task.pairs is Pairs.GIVEN:
-            return Encounters.of(
-                [
-                    screen_minutes(self.elements, task.span, self.minutes, **how),
-                    screen_pairs(self.elements, task.span, self.together, **how),
-                ]
-            )
-        if task.pairs is Pairs.OF_SUBJECTS:
-            how |= {"subjects": self.subjects, "step_s": self.subjects_step_s}
-        return screen(self.elements, task.span, **how)
+        if task.pairs is Pairs.ALL:
+            return screen(self.elements, task.span, threshold_km=self.threshold_km)
+        return screen(
+            self.elements,
+            task.span,
+            threshold_km=self.threshold_km,
+            subjects=self.subjects,
+            step_s=self.subjects_step_s,
+        )
 
 
 def in_parts(span: Span, pairs: Pairs, parts: int) -> list[Task]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from branchlake_dagster.sda.gp.radius_table import RADIUS_COLUMNS
@@ -44,6 +46,15 @@ class ObjectRadii:
     default_m: float = DEFAULT_RADIUS_M
     table: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=RADIUS_COLUMNS))
     sizes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=_SIZE_COLUMNS))
+
+    def take(self, sat_nos: npt.NDArray[np.int64]) -> ObjectRadii:
+        """Return the radii of the given objects (n,), without the tables' rows of other objects."""
+        rows = pl.DataFrame({"sat_no": sat_nos})
+        return ObjectRadii(
+            self.default_m,
+            self.table.join(rows, on="sat_no", how="semi"),
+            self.sizes.join(rows, on="sat_no", how="semi", maintain_order="left"),
+        )
 
     def get_radii(self, sat_nos: pl.Series) -> tuple[pl.Series, pl.Series]:
         """Return the radius (m) of each object and its source, one of `RADIUS_SOURCES`.
