@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import update_wrapper
+from typing import Any, TypeVar, cast
 
 from pyspark import cloudpickle
 
@@ -13,11 +14,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def carried(function: F) -> F:
-    """Return the function, after arranging that it is pickled with the code of `branchlake_dagster.sda`.
+    """Return the function in a form that is pickled with the code of `branchlake_dagster.sda`.
 
     By default only a module's name is shipped. A worker without the package, or with another version of it,
-    would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, Polars and pyarrow. The
-    arrangement holds for the whole process, because Spark Connect pickles when a frame is executed, not here.
+    would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, Polars and pyarrow.
+
+    The function and its arguments are pickled here, once. Later changes of their objects have no effect.
     """
     cloudpickle.register_pickle_by_value(sda)  # type: ignore[no-untyped-call]
-    return function
+    return cast("F", _CarriedFunction(function))
+
+
+class _CarriedFunction:
+    """A function that is pickled once, so that each request to Spark has the same bytes.
+
+    Spark finds persisted rows by comparing plans, with the bytes of their functions. Without this class the
+    bytes of a function may change between two requests: the first pickled object of a class adds
+    ``__slotnames__`` to the class, which is pickled with its code.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._pickled = cloudpickle.dumps(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return cloudpickle.loads, (self._pickled,)

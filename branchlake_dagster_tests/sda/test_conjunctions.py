@@ -27,6 +27,7 @@ from branchlake_dagster.sda.assets.conjunctions import (
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
+from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, merge_together
 from branchlake_dagster.sda.conjunctions.identity import identified
 from branchlake_dagster.sda.conjunctions.rescreening import Earlier
 from branchlake_dagster.sda.conjunctions.screening import MINUTE
@@ -96,6 +97,70 @@ def test_those_that_are_together_are_one_event_whenever_they_are_nearest():
     first = named([approach(NOON, kind="together")], None, NOON)
     again = named([approach(NOON + timedelta(hours=20), kind="together")], first, NOON)
     assert again["event_id"].to_list() == ["1-2-together"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ids_do_not_depend_on_the_order_of_rows_nor_on_other_pairs(seed):
+    print(f"seed {seed}")  # noqa: T201 - a failure is repeated by it
+    generator = np.random.default_rng(seed)
+
+    def rows(count: int) -> list[dict[str, Any]]:
+        minutes = {
+            (int(pair), int(minute))
+            for pair, minute in zip(
+                generator.integers(0, 4, count), generator.integers(0, 60, count), strict=True
+            )
+        }
+        return [
+            approach(NOON + timedelta(minutes=minute), pair=(1, 2 + pair), miss=float(generator.random()))
+            for pair, minute in sorted(minutes)
+        ]
+
+    first = named(rows(30), None, NOON)
+    again = rows(30)
+    expected = named(again, first, NOON).sort(pl.all())
+    assert expected["previous_miss_distance_km"].drop_nulls().len() > 5
+    shuffled = [again[k] for k in generator.permutation(len(again))]
+    assert (
+        named(shuffled, first.sample(fraction=1.0, shuffle=True, seed=seed), NOON)
+        .sort(pl.all())
+        .equals(expected)
+    )
+    parts = [
+        named(
+            [row for row in again if row["sat2_object_designator"] == number],
+            first.filter(sat2_object_designator=number),
+            NOON,
+        )
+        for number in sorted({row["sat2_object_designator"] for row in again})
+    ]
+    assert pl.concat(parts).sort(pl.all()).equals(expected)
+
+
+def test_minutes_together_that_several_tasks_found_are_one_row():
+    found = pl.DataFrame(
+        [
+            approach(NOON, kind="together", miss=2.0) | {"together_min": 3},
+            approach(NOON + timedelta(minutes=9), kind="together", miss=1.0) | {"together_min": 4},
+            approach(NOON, pair=(1, 3), kind="together", miss=0.5) | {"together_min": 2},
+            approach(NOON + timedelta(minutes=30)) | {"together_min": 0},
+        ]
+    ).with_columns(pl.col("tca").cast(pl.Datetime("us", "UTC")))
+    types = pl.DataFrame(pl.from_arrow(ENCOUNTER_SCHEMA.empty_table())).schema
+    whole = found.select(
+        (pl.col(name) if name in found.columns else pl.lit(1.0)).cast(kind).alias(name)
+        if kind == pl.Float64 or name in found.columns
+        else pl.lit(NOON).cast(kind).alias(name)
+        for name, kind in types.items()
+    )
+    for rows in (whole, whole.reverse()):
+        merged = merge_together(rows).sort("tca", "sat2_object_designator")
+        assert merged.select("kind", "miss_distance_km", "together_min").rows() == [
+            ("together", 0.5, 2),
+            ("together", 1.0, 7),
+            ("encounter", 1.0, 0),
+        ]
+        assert merged["tca"][1] == NOON + timedelta(minutes=9)
 
 
 def test_it_begins_at_the_newest_snapshot():

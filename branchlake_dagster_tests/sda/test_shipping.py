@@ -1,0 +1,55 @@
+"""Functions for Spark's workers, as they are pickled."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+
+from branchlake_dagster.sda.shipping import carried
+
+
+def functions(folder: Path | None = None):
+    """Two functions. The first one has the code of a class, the second one an object of it."""
+
+    class Held:
+        number = 7
+
+    def note(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            if folder is not None:
+                (folder / f"{Held.number}-{len(list(folder.iterdir()))}").touch()
+            yield batch
+
+    held = Held()
+
+    def keep(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield batch.slice(0, held.number)
+
+    return note, keep
+
+
+def test_a_function_is_pickled_to_the_same_bytes_after_another_one():
+    note, keep = map(carried, functions())
+    before = cloudpickle.dumps(note)
+    assert cloudpickle.dumps(keep)
+    assert cloudpickle.dumps(note) == before
+    rows = pa.RecordBatch.from_pydict({"n": list(range(9))})
+    for function in (keep, cloudpickle.loads(cloudpickle.dumps(keep))):
+        assert [batch.num_rows for batch in function([rows])] == [7]
+
+
+@pytest.mark.spark
+def test_persisted_rows_of_functions_are_computed_once(lakehouse, tmp_path):
+    session = lakehouse.spark_session()
+    try:
+        note, keep = map(carried, functions(tmp_path))
+        numbers = session.createDataFrame([(k,) for k in range(9)], "n long").repartition(1)
+        rows = numbers.mapInArrow(note, "n long").mapInArrow(keep, "n long").persist()
+        assert [rows.count() for _ in range(3)] == [7, 7, 7]
+        rows.unpersist()
+        assert len(list(tmp_path.iterdir())) == 1
+    finally:
+        session.stop()
