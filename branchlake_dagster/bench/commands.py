@@ -73,12 +73,26 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
 @click.option("--small-files", default=200, show_default=True, help="Files of 1 MB to compact.")
 @click.option("--rounds", default=3, show_default=True, help="Compactions of each kind; the median counts.")
 @click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
+@click.option(
+    "--live-minutes",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0.0),
+    help="Minutes of live ingestion without maintenance, and again with it; 0: none.",
+)
 def maintenance(
-    as_json: bool, files: int, references: int, small_files: int, rounds: int, commits: int
+    as_json: bool,
+    files: int,
+    references: int,
+    small_files: int,
+    rounds: int,
+    commits: int,
+    live_minutes: float,
 ) -> None:
     """Time the collection of files, compaction and long histories.
 
-    Iceberg's own procedures on Spark are timed for comparison.
+    Iceberg's own procedures on Spark are timed for comparison. Then a live ingestion and queries run first
+    without and then with maintenance beside them.
     """
     from branchlake_dagster.bench.maintenance import measure_maintenance, show_maintenance
 
@@ -89,6 +103,7 @@ def maintenance(
         small_files=small_files,
         rounds=rounds,
         commits=commits,
+        live_minutes=live_minutes,
         say=print_progress,
     )
     click.echo(json.dumps(figures, indent=2)) if as_json else show_maintenance(figures)

@@ -66,6 +66,21 @@ def measure_ingestion(
             lake.servers.stop_all()
 
 
+def open_live_ingestion(ingest: Ingest, lake: Lakehouse, cluster: KafkaCluster) -> LiveIngestion:
+    """Return a live ingestion without a Dagster run, so without heartbeats. Close it at the end."""
+    topics = KafkaTopics(cluster)
+    return LiveIngestion(
+        ingest,
+        lake,
+        "00000000-0000-0000-0000-000000000000",
+        topics,
+        KafkaRecords(cluster, topics),
+        session_at=lake.spark_session,
+        tasks=count_read_tasks(lake),
+        properties={},
+    )
+
+
 @dataclass
 class _IngestionBench:
     lake: Lakehouse
@@ -158,18 +173,7 @@ class _IngestionBench:
             most_records=max_records,
             keep_value=keep_value,
         )
-        topics = KafkaTopics(self.cluster)
-        live = LiveIngestion(
-            ingest,
-            self.lake,
-            "00000000-0000-0000-0000-000000000000",
-            topics,
-            KafkaRecords(self.cluster, topics),
-            session_at=self.lake.spark_session,
-            tasks=count_read_tasks(self.lake),
-            properties={},
-        )
-        return ingest, live
+        return ingest, open_live_ingestion(ingest, self.lake, self.cluster)
 
     def _ingest_flat_out(
         self, topic: str, tables: int, records: int, *, keep_value: bool = False

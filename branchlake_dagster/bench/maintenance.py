@@ -1,4 +1,4 @@
-"""The benchmark `branchlake bench maintenance`: collection of files, compaction, and long histories."""
+"""The benchmark `branchlake bench maintenance`: collection, compaction, histories, live ingestion."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from pyiceberg.typedef import Record
 from rich.console import Console
 from rich.table import Table as ConsoleTable
 
+from branchlake_dagster.bench.live_maintenance import measure_live_maintenance
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.bench.publication_workloads import measure_ledger_ms, measure_rebase_ms
+from branchlake_dagster.bench.publication_workloads import (
+    measure_ledger_ms,
+    measure_publish_ms,
+    measure_rebase_ms,
+)
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan
@@ -33,6 +38,7 @@ from branchlake_dagster.settings import Settings
 _NAMESPACE = "bench"
 _FILES_PER_SNAPSHOT = 1_000
 _ORPHAN_SHARE = 0.1
+_PUBLICATIONS = 40
 _AGE = timedelta(days=20)
 """How old the links are by the time of their content, for Iceberg's own procedure."""
 
@@ -45,12 +51,14 @@ def measure_maintenance(
     small_files: int,
     rounds: int,
     commits: int,
+    live_minutes: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure all figures in a temporary lake. Each key ends in the unit of its figure.
+    """Measure all figures in temporary lakes. Each key ends in the unit of its figure.
 
     A tenth of `files` are orphans. `small_files` files of 1 MB each are compacted, by branchlake and by
-    Spark's own procedure.
+    Spark's own procedure. A live ingestion runs for `live_minutes` minutes without maintenance and for as
+    long beside it; with 0, it is left out.
     """
     with own_lake(settings) as bench_settings:
         # Deletes without the delay of a day, which users cannot set. A clock that is set ahead would not
@@ -66,11 +74,14 @@ def measure_maintenance(
             say("Rebasing on tables of 50 and of 5,000 snapshots …")
             figures["rebase_50_ms"] = measure_rebase_ms(lake, 50)
             figures["rebase_5000_ms"] = measure_rebase_ms(lake, 5_000)
+            figures["publish_p50_ms"] = measure_publish_ms(lake, 50, _PUBLICATIONS)
             say(f"Looking up a publication behind {commits:,} commits …")
             first_ms, next_ms, _ = measure_ledger_ms(lake, commits, say=say)
             figures |= {"ledger_50k_ms": first_ms, "ledger_50k_next_process_ms": next_ms}
         finally:
             lake.servers.stop_all()
+    if live_minutes:
+        figures |= measure_live_maintenance(settings, minutes=live_minutes, say=say)
     return {
         **figures,
         "files": files,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -343,14 +343,27 @@ def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
     return _time_rebases(lake, f"t{snapshots}")
 
 
+def measure_publish_ms(lake: Lakehouse, snapshots: int, rounds: int) -> float:
+    """Return the median milliseconds of publishing an append without a rebase, after `rounds` publications.
+
+    The table is that of an earlier call of `measure_rebase_ms` with the same number of snapshots.
+    """
+    return _time_publications(lake, f"t{snapshots}", (), rounds)
+
+
 def _time_rebases(lake: Lakehouse, name: str) -> float:
+    return _time_publications(lake, name, (MAIN,), _ROUNDS)
+
+
+def _time_publications(lake: Lakehouse, name: str, others: Sequence[str], rounds: int) -> float:
+    """Time publications of runs that appended a row. A row is also appended to each branch of `others`."""
     identifier = (_HISTORY_NAMESPACE, name)
     durations = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         base, run_id = lake.nessie.reference(MAIN).hash, str(uuid.uuid4())
         branch = run_branch_name(run_id)
         lake.nessie.create_branch(branch, from_ref=MAIN, from_hash=base)
-        for ref in (branch, MAIN):
+        for ref in (branch, *others):
             _append_row(lake.catalog(ref).load_table(identifier), run_id)
         head = lake.nessie.reference(branch)
         changes = load_write_set(lake.nessie, base, head)
