@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "expiry",
         "garbage_collection",
         "ingest",
+        "maintenance",
         "query",
         "receivers",
         "cli",
