@@ -214,6 +214,7 @@ def _time_iceberg(lake: Lakehouse, name: str, orphans: int) -> float:
     seconds = time.perf_counter() - began
     _require(found == orphans, f"Iceberg found {found} orphans instead of {orphans}")
     session.sql(f"ALTER TABLE {table} SET TBLPROPERTIES ('gc.enabled' = 'false')")
+    session.stop()  # else the process repeats its end, in vain and for minutes, after the servers are gone
     return seconds
 
 
@@ -254,6 +255,7 @@ def _create_small_files(lake: Lakehouse, name: str, count: int) -> None:
     frame.repartition(count, "id").writeTo(f"nessie.{_NAMESPACE}.{name}").option(
         "distribution-mode", "none"
     ).append()
+    session.stop()
 
 
 def _count_bytes(lake: Lakehouse, name: str) -> int:
@@ -279,7 +281,9 @@ def _time_spark_rewrite(lake: Lakehouse, name: str) -> float:
     session, size = lake.spark_session(MAIN), _count_bytes(lake, name)
     began = time.perf_counter()
     session.sql(f"CALL nessie.system.rewrite_data_files(table => '{_NAMESPACE}.{name}')").collect()
-    return size / 1e6 / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    session.stop()
+    return size / 1e6 / seconds
 
 
 def show_maintenance(figures: dict[str, Any]) -> None:
