@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import statistics
 import time
 import uuid
@@ -151,7 +152,10 @@ def _age_file(path: Path) -> None:
 
 
 def _create_table_of_links(lake: Lakehouse, name: str, count: int) -> Table:
-    """Create a table whose data files are hard links to one file with one row."""
+    """Create a table whose data files have one row each.
+
+    The data files of a snapshot are hard links to one file, because ext4 allows 65,000 links to a file.
+    """
     rows = pa.table({"n": pa.array([1], pa.int64())})
     table = lake.catalog().create_table((_NAMESPACE, name), schema=rows.schema)
     table.append(rows)
@@ -162,12 +166,19 @@ def _create_table_of_links(lake: Lakehouse, name: str, count: int) -> Table:
     while remaining > 0:
         number = min(remaining, _FILES_PER_SNAPSHOT)
         remaining -= number
+        source = _copy_file(original)
         with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
             for _ in range(number):
                 path = original.with_name(f"{uuid.uuid4()}.parquet")
-                path.hardlink_to(original)
+                path.hardlink_to(source)
                 append.append_data_file(_describe_link(task.file, f"file://{path}"))
+        source.unlink()
     return table
+
+
+def _copy_file(original: Path) -> Path:
+    """Copy a data file and its times to a hidden file in the same folder, and return its path."""
+    return Path(shutil.copy2(original, original.with_name(f".{uuid.uuid4()}.parquet")))
 
 
 def _describe_link(original: DataFile, location: str) -> DataFile:
@@ -184,10 +195,16 @@ def _describe_link(original: DataFile, location: str) -> DataFile:
 
 
 def _create_orphans(table: Table, count: int) -> None:
+    """Write files that no table names.
+
+    They are not hard links, because a deletion makes all other links of the file younger than the plan.
+    """
     folder = _folder(table)
-    original = next(folder.glob("*.parquet"))
+    content = next(folder.glob("*.parquet")).read_bytes()
     for _ in range(count):
-        (folder / f"orphan-{uuid.uuid4()}.parquet").hardlink_to(original)
+        path = folder / f"orphan-{uuid.uuid4()}.parquet"
+        path.write_bytes(content)
+        _age_file(path)
 
 
 def _create_branches(lake: Lakehouse, name: str, count: int) -> None:
