@@ -1,13 +1,16 @@
-"""Keep the listed files of a pass on disk, so that millions of names do not fill the memory.
+"""Select the listed files of a pass that may be orphans, and keep them on disk.
 
-Only files that are old enough to be orphans are stored. The spool needs at most 1 MB of memory, and about
-40 bytes per file on disk, because names of one folder compress well.
+Most files are reachable, so the names of a batch are compared with the reachable files first. Only the other
+files of a local file system are inspected, because that takes longer than all else.
+
+Millions of names would fill the memory. So the files that may be orphans are stored in a spool. The spool
+needs at most 1 MB of memory, and about 40 bytes per file on disk, because names of one folder compress well.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
-from branchlake_dagster.garbage_collection.location_keys import Keys, LocationKeyer
-from branchlake_dagster.garbage_collection.warehouse_files import ListedFile
+from branchlake_dagster.garbage_collection.location_keys import Keys, KeySet, LocationKeyer
+from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, find_hidden
+from branchlake_dagster.garbage_collection.warehouse_files import ListedFile, WarehouseFiles
 
 _BATCH = 8192
 _SCHEMA = pa.schema(
@@ -110,3 +115,77 @@ class CandidateSpool:
                     batch["folder"].to_numpy(),
                     batch["key"].to_numpy(),
                 )
+
+
+class CandidateSelector:
+    """Adds the listed files to a spool that are neither hidden, nor reachable, nor too young.
+
+    Args:
+        files: The files of the warehouse.
+        keyer: Computes the keys of the files.
+        reachable: The keys of the files that are reachable so far.
+        newest_change_us: The latest time, in µs since 1970, that an orphan may have.
+        spool: Receives the files.
+    """
+
+    def __init__(
+        self,
+        files: WarehouseFiles,
+        keyer: LocationKeyer,
+        reachable: KeySet,
+        newest_change_us: int,
+        spool: CandidateSpool,
+    ) -> None:
+        self._files = files
+        self._keyer = keyer
+        self._reachable = reachable
+        self._newest_change_us = newest_change_us
+        self._spool = spool
+        self._paths: list[str] = []
+        self._relative_paths: list[str] = []
+        self._folders: list[int] = []
+        self._listed_files: list[ListedFile] = []
+        self.file_count = 0
+        """The number of files that were added."""
+        self.kept = {FileVerdict.YOUNG.value: 0, FileVerdict.HIDDEN.value: 0, FileVerdict.REACHABLE.value: 0}
+        """The number of files that were not added to the spool, by verdict."""
+
+    def add_folder(self, folder: str, number: int) -> None:
+        """List all files below a folder, and select from them. `number` stands for the folder in the spool.
+
+        Raises WarehouseUnreadable. Call `flush` after the last folder.
+        """
+        prefix = len(self._files.path_of(folder).rstrip("/")) + 1
+        for paths, listed_files in self._files.iter_batches(folder):
+            self._paths += paths
+            self._relative_paths += [path[prefix:] for path in paths]
+            self._folders += [number] * len(paths)
+            self._listed_files += listed_files or ()
+            if len(self._paths) >= _BATCH:
+                self.flush()
+
+    def flush(self) -> None:
+        """Select from the files that were listed, but not compared yet."""
+        if not self._paths:
+            return
+        paths = pl.Series("path", self._paths, dtype=pl.String)
+        locations = self._files.locations_of(paths)
+        is_hidden = find_hidden(pl.Series("path", self._relative_paths, dtype=pl.String))
+        is_reachable = self._reachable.contains(self._keyer.keys(locations)) & ~is_hidden
+        self.file_count += len(paths)
+        self.kept[FileVerdict.HIDDEN.value] += int(is_hidden.sum())
+        self.kept[FileVerdict.REACHABLE.value] += int(is_reachable.sum())
+        others = np.flatnonzero(~is_hidden & ~is_reachable).tolist()
+        for number, file in zip(others, self._describe(others), strict=True):
+            if file is None:
+                continue  # the file was deleted after its folder was listed
+            if file.last_change_us > self._newest_change_us:
+                self.kept[FileVerdict.YOUNG.value] += 1
+            else:
+                self._spool.add(file, self._folders[number], locations[number])
+        self._paths, self._relative_paths, self._folders, self._listed_files = [], [], [], []
+
+    def _describe(self, numbers: Sequence[int]) -> Sequence[ListedFile | None]:
+        if self._files.is_local:
+            return self._files.inspect([self._paths[number] for number in numbers])
+        return [self._listed_files[number] for number in numbers]

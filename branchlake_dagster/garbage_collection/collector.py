@@ -18,6 +18,7 @@ plans and deletes nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
@@ -26,11 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from branchlake_dagster.catalog.stored_files import is_chosen_name
-from branchlake_dagster.garbage_collection.candidate_spool import CandidateSpool
+from branchlake_dagster.garbage_collection.candidate_spool import CandidateSelector, CandidateSpool
 from branchlake_dagster.garbage_collection.collection_plan import (
     CollectionPlan,
     CollectionResult,
@@ -55,7 +57,8 @@ from branchlake_dagster.garbage_collection.journal import (
 )
 from branchlake_dagster.garbage_collection.live_history import LiveHistory, read_main_tables
 from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
-from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
+from branchlake_dagster.garbage_collection.metadata_cache import CACHE_FILE, MetadataCache
+from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule
 from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles, conventional_folders
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.garbage_collection.writer_claims import find_living_writers, load_claims
@@ -88,6 +91,7 @@ class _Pass:
     keyer: LocationKeyer
     history: LiveHistory
     reachable: ReachableFiles
+    cache: MetadataCache
     rule: OrphanRule
     folders: dict[str, str] = field(default_factory=dict)
     """The folders of tables, also of dropped tables -> the table's name; empty if the name is unknown."""
@@ -95,7 +99,10 @@ class _Pass:
     listed_names: list[str] = field(default_factory=list)
     """The folders in the order in which they are listed."""
     early_counts: dict[str, int] = field(default_factory=dict)
-    """The number of listed files that are too young or hidden, by verdict. They are not in the spool."""
+    """The number of listed files that are hidden, reachable or too young, by verdict.
+
+    They are not in the spool.
+    """
     next_folder: str = ""
     """The folder at which the next pass begins to list; empty if all were listed."""
     deadline: float = math.inf
@@ -171,6 +178,7 @@ class FileCollector:
         heartbeats: The heartbeats of the lake's writers.
         properties: PyIceberg's FileIO properties.
         rules: Grace, history horizon and delay.
+        cache_file: Keeps what metadata files lead to for the next pass. None reads all of them in each pass.
         budget_s: Seconds after which a pass lists and deletes no further files. The time begins when all live
             states are marked. A pass always deletes the first batch of a due plan.
         now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and
@@ -189,6 +197,7 @@ class FileCollector:
         *,
         properties: Mapping[str, str],
         rules: CollectionRules,
+        cache_file: Path | None = None,
         budget_s: float = 1800.0,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float] = time.monotonic,
@@ -201,6 +210,7 @@ class FileCollector:
         self._heartbeats = heartbeats
         self._properties = dict(properties)
         self.rules = rules
+        self._cache_file = cache_file
         self._budget_s = budget_s
         self._now = now
         self._monotonic = monotonic
@@ -232,6 +242,7 @@ class FileCollector:
             HeartbeatStore.from_settings(settings),
             properties=settings.file_io_properties(),
             rules=CollectionRules.from_settings(settings, horizons),
+            cache_file=settings.state_dir / CACHE_FILE,
             budget_s=settings.collection_budget_s if budget_s is None else budget_s,
             now=now,
             sleep=sleep,
@@ -348,8 +359,16 @@ class FileCollector:
             excluded=frozenset({JOURNAL_BRANCH}),
             progress=self._progress,
         )
-        reachable = ReachableFiles(self._properties, keyer, self._files.canonical, self._progress)
-        return _Pass(pass_id, now, self._monotonic, keyer, history, reachable, rule)
+        cache = MetadataCache(
+            self._cache_file,
+            self._files,
+            keyer,
+            now,
+            lake_identity=_describe_storage(self._properties),
+            progress=self._progress,
+        )
+        reachable = ReachableFiles(self._properties, keyer, self._files.canonical, cache, self._progress)
+        return _Pass(pass_id, now, self._monotonic, keyer, history, reachable, cache, rule)
 
     def _list_and_mark(self, one: _Pass, spool: CandidateSpool) -> None:
         started = self._monotonic()
@@ -363,6 +382,7 @@ class FileCollector:
         listed_files, listed_folders, skipped = self._list_folders(one, spool)
         listed = self._monotonic()
         one.mark_new_states()
+        one.cache.save()
         one.metrics = PassMetrics(
             references=len(one.history.heads),
             commits=one.history.commit_count,
@@ -426,24 +446,20 @@ class FileCollector:
         first = next((number for number, name in enumerate(names) if name >= position), 0)
         names = names[first:] + names[:first]
         one.listed_names = names
-        one.early_counts = {FileVerdict.YOUNG.value: 0, FileVerdict.HIDDEN.value: 0}
+        selector = CandidateSelector(
+            self._files, one.keyer, one.reachable.keys, one.rule.newest_change_us, spool
+        )
+        one.early_counts = selector.kept
         deadline = self._monotonic() + (one.deadline - self._monotonic()) * _LISTING_SHARE
-        file_count = 0
+        listed_count = len(names)
         for number, folder in enumerate(names):
             if number and self._monotonic() >= deadline:
-                one.next_folder = folder
-                return file_count, number, len(names) - number
+                one.next_folder, listed_count = folder, number
+                break
             self._progress(f"Listing folder {number + 1:,} of {len(names):,}: {folder}.")
-            prefix = len(self._files.path_of(folder).rstrip("/")) + 1
-            for file in self._files.iter_files(folder):
-                file_count += 1
-                if is_hidden(file.path[prefix:]):
-                    one.early_counts[FileVerdict.HIDDEN.value] += 1
-                elif file.last_change_us > one.rule.newest_change_us:
-                    one.early_counts[FileVerdict.YOUNG.value] += 1
-                else:
-                    spool.add(file, number, self._files.location_of(file.path))
-        return file_count, len(names), 0
+            selector.add_folder(folder, number)
+        selector.flush()
+        return selector.file_count, listed_count, len(names) - listed_count
 
     def _find_orphans(
         self, one: _Pass, spool: CandidateSpool, planned_paths: frozenset[str]
@@ -605,6 +621,11 @@ class FileCollector:
             and location.rpartition("/")[0] in table_folders
             and (current is None or (current.size, current.modified_us) == (file.size, file.modified_us))
         ]
+
+
+def _describe_storage(properties: Mapping[str, str]) -> str:
+    """Return the FileIO properties that say where a store is, such as its endpoint, without secrets."""
+    return json.dumps({name: properties.get(name) for name in ("s3.endpoint", "s3.region")})
 
 
 def _may_belong_to(folder: str, tables: Iterable[str]) -> bool:

@@ -37,6 +37,8 @@ _MAX_DECODINGS = 4
 """How often percent-encoding is decoded: engines encode a partition's value, some the whole path again."""
 _MAX_CACHED_FOLDERS = 200_000
 _SPECIAL = r"[%+]|[^\x00-\x7f]"
+_FOLDER = pl.col("location").str.extract(r"^(.*)/", 1).fill_null("")
+"""The folder of a location, as spelled; empty if the location has no slash."""
 
 
 def split_scheme(location: str) -> tuple[str, str]:
@@ -98,7 +100,7 @@ class LocationKeyer:
         if column.is_empty():
             return np.empty(0, np.uint64)
         parts = column.to_frame().select(
-            pl.col("location").str.extract(r"^(.*)/", 1).fill_null("").alias("folder"),
+            _FOLDER.alias("folder"),
             pl.col("location").str.extract(r"([^/]*)$", 1).str.to_lowercase().alias("name"),
         )
         folders = parts["folder"].unique()
@@ -117,6 +119,18 @@ class LocationKeyer:
             parts = parts.with_columns(pl.Series("name", folded, dtype=pl.String))
         combined = parts.select(pl.concat_str("canonical", pl.lit("/"), "name").alias("key"))["key"]
         return combined.hash(seed=0).to_numpy()
+
+    def folders(self, locations: pl.Series) -> list[str]:
+        """Return the distinct folders of locations, as spelled there, without the slash at the end."""
+        column = locations.rename("location")
+        return column.to_frame().select(_FOLDER.alias("folder"))["folder"].unique().to_list()
+
+    def canonical_folders(self, folders: Sequence[str]) -> list[str]:
+        """Return the canonical location of each folder. Keys are computed from it and from the file's name.
+
+        Links of local paths are resolved when this object first meets a folder.
+        """
+        return [self._canonical_folder(folder) for folder in folders]
 
     def _canonical_folder(self, folder: str) -> str:
         canonical = self._folders.get(folder)

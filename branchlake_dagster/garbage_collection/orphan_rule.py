@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from branchlake_dagster.garbage_collection.location_keys import (
     Keys,
@@ -37,15 +38,15 @@ class FileVerdict(StrEnum):
     """Metadata of the file's table, or of any table in the warehouse, cannot be read."""
 
 
-def is_hidden(relative_path: str) -> bool:
-    """Return whether a path below a table's folder has a part that begins with `.` or `_`.
+_HIDDEN = r"(^|/)(\.|_[^/]*$|_[^/=]*/)"
+
+
+def find_hidden(relative_paths: pl.Series) -> npt.NDArray[np.bool_]:
+    """Return for each path below a table's folder whether a part of it begins with `.` or `_`.
 
     A folder `_column=value` is a partition, so it is not hidden.
     """
-    *folders, name = relative_path.split("/")
-    return name.startswith((".", "_")) or any(
-        folder.startswith(".") or (folder.startswith("_") and "=" not in folder) for folder in folders
-    )
+    return relative_paths.str.contains(_HIDDEN).to_numpy()
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from pyiceberg.manifest import DataFile, ManifestContent, ManifestEntryStatus, M
 from pyiceberg.table import TableProperties
 
 from branchlake_dagster.catalog.stored_files import (
+    Answer,
+    Item,
     StoredFileDamaged,
     map_concurrently,
     read_content,
@@ -46,6 +48,7 @@ from branchlake_dagster.garbage_collection.location_keys import (
     canonical_location,
     is_inside,
 )
+from branchlake_dagster.garbage_collection.metadata_cache import ManifestKeys, MetadataCache, StateFiles
 from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
 from branchlake_dagster.tables.table_files import table_root
 
@@ -79,20 +82,6 @@ def is_permanent(error: Exception) -> bool:
 
 class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """The storage did not answer for a metadata file, so it is unknown which files are still needed."""
-
-
-@dataclass(frozen=True)
-class StateFiles:
-    """The files and folders that a metadata file names directly.
-
-    `folders` are the table's location and the folders of its properties, in which writers create files.
-    """
-
-    manifest_lists: tuple[str, ...] = ()
-    manifests: tuple[tuple[str, int], ...] = ()
-    """Manifests that snapshots name without a manifest list (format version 1): path, and 0 as length."""
-    statistics: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
 
 
 def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
@@ -189,6 +178,10 @@ def _read_entries(content: bytes, location: str) -> pl.DataFrame:
     )
 
 
+def _first(item: tuple[str, Any]) -> str:
+    return item[0]
+
+
 @dataclass(frozen=True)
 class TableSource:
     """The name of the table whose metadata names a file, and the folders where the table's files lie."""
@@ -223,6 +216,7 @@ class ReachableFiles:
         properties: PyIceberg's FileIO properties.
         keyer: Computes the keys. Use the same object for the files that are compared with `keys`.
         warehouse: The canonical location of the warehouse, in which all files lie that may be deleted.
+        cache: What metadata files lead to, from earlier passes. Files that were read are added to it.
         progress: Called with a sentence.
     """
 
@@ -231,11 +225,13 @@ class ReachableFiles:
         properties: Mapping[str, str],
         keyer: LocationKeyer,
         warehouse: str,
+        cache: MetadataCache,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._properties = dict(properties)
         self._keyer = keyer
         self._warehouse = warehouse
+        self._cache = cache
         self._progress = progress
         self._read_digests: set[bytes] = set()
         """Digests of locations that were read.
@@ -285,11 +281,10 @@ class ReachableFiles:
             self._add_tables(tables[start : start + _FILES_AT_ONCE])
 
     def _add_tables(self, states: Sequence[LiveState]) -> None:
-        parsed = map_concurrently(self._read_state, states, lambda state: state.location)
         lists: dict[str, TableSource] = {}
         manifests: dict[str, tuple[int, TableSource]] = {}
         statistics: list[str] = []
-        for state, files in zip(states, parsed, strict=True):
+        for state, files in zip(states, self._load_states(states), strict=True):
             source = TableSource(state.key.name, (table_root(state.location), *files.folders))
             for folder in (*conventional_folders(state.location), *files.folders):
                 self.table_folders.setdefault(folder, state.key.name)
@@ -298,29 +293,97 @@ class ReachableFiles:
             manifests |= {path: (size, source) for path, size in files.manifests}
         self.keys.add(self._keyer.keys(statistics))
         self.keys.add(self._keyer.keys(list(lists)))
-        unread_lists = self._select_unread(list(lists.items()), lambda item: item[0])
-        for (_, source), rows in zip(
-            unread_lists,
-            map_concurrently(self._read_list, unread_lists, lambda item: item[0]),
-            strict=True,
-        ):
+        unread_lists = self._select_unread(list(lists.items()), _first)
+        for (_, source), rows in zip(unread_lists, self._load_lists(unread_lists), strict=True):
             for path, length in rows:
                 manifests.setdefault(path, (length, source))
         self.keys.add(self._keyer.keys(list(manifests)))
-        unread = self._select_unread(list(manifests.items()), lambda item: item[0])
+        unread = self._select_unread(list(manifests.items()), _first)
         for start in range(0, len(unread), _FILES_AT_ONCE):
-            chunk = unread[start : start + _FILES_AT_ONCE]
-            self._add_manifests(map_concurrently(self._read_manifest, chunk, lambda item: item[0]))
+            self._add_manifests(unread[start : start + _FILES_AT_ONCE])
 
-    def _add_manifests(self, manifests: Iterable[ManifestPaths | None]) -> None:
-        read_manifests = [each for each in manifests if each is not None]
-        if not read_manifests:
-            return
-        self.keys.add(self._keyer.keys(pl.concat([each.live for each in read_manifests])))
-        with_removed = [each for each in read_manifests if len(each.removed)]
-        if with_removed:
-            self.removed.keys.append(self._keyer.keys(pl.concat([each.removed for each in with_removed])))
-            self.removed.snapshot_ids.append(np.concatenate([each.removed_by for each in with_removed]))
+    def _load_states(self, states: Sequence[LiveState]) -> list[StateFiles]:
+        """Return what each state names, from the cache or its metadata file; nothing if it is unreadable."""
+
+        def read(unread: Sequence[LiveState]) -> list[StateFiles | None]:
+            return map_concurrently(self._read_state, unread, lambda state: state.location)
+
+        loaded = self._load(
+            states, lambda state: state.location, self._cache.find_state, read, self._cache.add_state
+        )
+        return [files or StateFiles() for files in loaded]
+
+    def _load_lists(self, lists: Sequence[tuple[str, TableSource]]) -> list[list[tuple[str, int]]]:
+        """Return the manifests of each manifest list; none if the list is unreadable."""
+
+        def read(unread: Sequence[tuple[str, TableSource]]) -> list[list[tuple[str, int]] | None]:
+            return map_concurrently(self._read_list, unread, _first)
+
+        return [
+            rows or []
+            for rows in self._load(lists, _first, self._cache.find_list, read, self._cache.add_list)
+        ]
+
+    def _load(
+        self,
+        items: Sequence[Item],
+        location: Callable[[Item], str],
+        find: Callable[[str], Answer | None],
+        read: Callable[[Sequence[Item]], list[Answer | None]],
+        add: Callable[[str, Answer], None],
+    ) -> list[Answer | None]:
+        """Return the answer for each item: from the cache by `find`, or else by `read`, which is then added.
+
+        None if the file is missing or damaged. Such a file is not added, so each pass notices the damage.
+        """
+        answers = [find(location(item)) for item in items]
+        missing = [number for number, answer in enumerate(answers) if answer is None]
+        unread = [items[number] for number in missing]
+        self._cache.note_reading([location(item) for item in unread])
+        for number, answer in zip(missing, read(unread), strict=True):
+            answers[number] = answer
+            if answer is not None:
+                add(location(items[number]), answer)
+        return answers
+
+    def _add_manifests(self, manifests: Sequence[tuple[str, tuple[int, TableSource]]]) -> None:
+        unread: list[tuple[str, tuple[int, TableSource]]] = []
+        for item in manifests:
+            location, (length, _) = item
+            keys = self._cache.find_manifest(location, length)
+            if keys is None:
+                unread.append(item)
+            else:
+                self._add_manifest_keys(keys)
+        self._cache.note_reading([location for location, _ in unread])
+        paths_of_files = map_concurrently(self._read_manifest, unread, _first)
+        read_manifests = [
+            (location, paths)
+            for (location, _), paths in zip(unread, paths_of_files, strict=True)
+            if paths is not None
+        ]
+        for (location, paths), keys in zip(read_manifests, self._compute_keys(read_manifests), strict=True):
+            self._add_manifest_keys(keys)
+            all_paths = pl.concat([paths.live, paths.removed])
+            self._cache.add_manifest(location, keys, self._keyer.folders(all_paths))
+
+    def _compute_keys(self, manifests: Sequence[tuple[str, ManifestPaths]]) -> list[ManifestKeys]:
+        """Return the keys of the files in each manifest. Computes those of all manifests at once."""
+        columns = [column for _, paths in manifests for column in (paths.live, paths.removed)]
+        if not columns:
+            return []
+        ends = np.cumsum([len(column) for column in columns])[:-1]
+        parts = np.split(self._keyer.keys(pl.concat(columns)), ends)
+        return [
+            ManifestKeys(live, removed, paths.removed_by)
+            for (_, paths), live, removed in zip(manifests, parts[::2], parts[1::2], strict=True)
+        ]
+
+    def _add_manifest_keys(self, keys: ManifestKeys) -> None:
+        self.keys.add(keys.live)
+        if keys.removed.size:
+            self.removed.keys.append(keys.removed)
+            self.removed.snapshot_ids.append(keys.removed_by)
 
     def find_borrowed_folders(self, states: Iterable[LiveState]) -> set[str]:
         """Return all folders in which live files of damaged tables lie, as far as manifests can be read.
@@ -330,29 +393,28 @@ class ReachableFiles:
         damaged = [state for state in states if state.is_table and state.key.name in self.damaged_tables]
         lists: dict[str, TableSource] = {}
         manifests: dict[str, tuple[int, TableSource]] = {}
-        for state, files in zip(
+        for state, parsed in zip(
             damaged, map_concurrently(self._read_state, damaged, lambda one: one.location), strict=True
         ):
+            files = parsed or StateFiles()
             source = TableSource(state.key.name, (table_root(state.location), *files.folders))
             lists |= dict.fromkeys(files.manifest_lists, source)
             manifests |= {path: (size, source) for path, size in files.manifests}
         items = list(lists.items())
-        for (_, source), rows in zip(
-            items, map_concurrently(self._read_list, items, lambda item: item[0]), strict=True
-        ):
-            manifests |= {path: (length, source) for path, length in rows}
+        for (_, source), rows in zip(items, map_concurrently(self._read_list, items, _first), strict=True):
+            manifests |= {path: (length, source) for path, length in rows or ()}
         folders: set[str] = set()
         unread = list(manifests.items())
         for start in range(0, len(unread), _FILES_AT_ONCE):
             chunk = unread[start : start + _FILES_AT_ONCE]
-            for paths in map_concurrently(self._read_manifest, chunk, lambda item: item[0]):
+            for paths in map_concurrently(self._read_manifest, chunk, _first):
                 if paths is not None:
                     folders |= set(paths.live.str.replace(r"/[^/]*$", "/").unique().to_list())
         return folders
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def _read_state(self, state: LiveState) -> StateFiles:
+    def _read_state(self, state: LiveState) -> StateFiles | None:
         def read() -> StateFiles:
             fields = read_metadata_fields(self._io(state.location), state.location)
             with wrap_parse_errors(state.location):
@@ -363,11 +425,14 @@ class ReachableFiles:
         if files is None and self._is_in_warehouse(state.location):
             self.unreadable_states.add(state.location)
             self._protect(self._warehouse, state.location)
-        return files or StateFiles()
+        return files
 
-    def _read_list(self, item: tuple[str, TableSource]) -> list[tuple[str, int]]:
+    def _read_list(self, item: tuple[str, TableSource]) -> list[tuple[str, int]] | None:
         location, source = item
-        return self._read(location, source, lambda: read_manifest_list(self._io(location), location)) or []
+        rows: list[tuple[str, int]] | None = self._read(
+            location, source, lambda: read_manifest_list(self._io(location), location)
+        )
+        return rows
 
     def _read_manifest(self, item: tuple[str, tuple[int, TableSource]]) -> ManifestPaths | None:
         location, (length, source) = item

@@ -9,13 +9,16 @@ import contextlib
 import os
 import stat
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from pyarrow.fs import (
     FileInfo,
     FileSelector,
@@ -28,15 +31,18 @@ from pyarrow.fs import (
 from pyiceberg.io import load_file_io
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from branchlake_dagster.catalog.stored_files import is_chosen_name, load_prefixes
+from branchlake_dagster.catalog.stored_files import MIN_LISTED_FILES, is_chosen_name, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, Transient, Unsupported
 from branchlake_dagster.garbage_collection.location_keys import canonical_location, is_inside, split_scheme
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
+_BATCH = 8192
 _REMOTE_THREADS = 32
 _LOCAL_THREADS = 8
 """The number of threads for local deletions. Each deletion takes up to a millisecond."""
+_MIN_FOLDER_FILES = 20
+"""If the stamps of at least this many files of a folder are requested, the folder is listed."""
 
 
 class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -56,6 +62,24 @@ class ListedFile:
     size: int
     modified_us: int
     last_change_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """The size in bytes, the times in ns since 1970, and the inode of a file.
+
+    If a file is written or replaced, at least one of them changes. `last_change_ns` is the later of
+    `modified_ns` and the last change of a local file's status. `inode` is 0 in an object store.
+    """
+
+    size: int
+    modified_ns: int
+    last_change_ns: int
+    inode: int
+
+    def to_list(self) -> list[int]:
+        """Return the four numbers in the order of the attributes."""
+        return [self.size, self.modified_ns, self.last_change_ns, self.inode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +119,7 @@ class WarehouseFiles:
         self.scheme, netloc, self.root = io.parse_location(self.location, io.properties)
         self._system: FileSystem = io.fs_by_scheme(self.scheme, netloc)
         self.is_local = isinstance(self._system, LocalFileSystem)
+        self._location_prefix = "file://" if self.is_local else f"{self.scheme}://"
 
     @classmethod
     def from_settings(cls, settings: Settings) -> WarehouseFiles:
@@ -124,24 +149,37 @@ class WarehouseFiles:
 
     def location_of(self, path: str) -> str:
         """Return the location of a path, with a scheme."""
-        return f"file://{path}" if self.is_local else f"{self.scheme}://{path}"
+        return f"{self._location_prefix}{path}"
+
+    def locations_of(self, paths: pl.Series) -> pl.Series:
+        """Return the location of each path, with a scheme."""
+        return self._location_prefix + paths
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def iter_files(self, folder: str) -> Iterator[ListedFile]:
-        """Iterate over all files below a folder; over none if it does not exist. Raises WarehouseUnreadable.
+    def iter_batches(self, folder: str) -> Iterator[tuple[list[str], list[ListedFile] | None]]:
+        """Iterate over all files below a folder, in batches of 8,192; over none if it does not exist.
 
-        Local symbolic links are neither followed nor returned. Local files whose names are not Unicode are
-        omitted. Remote folders are listed with one request per 1,000 files.
+        A batch is a list of paths, and for an object store the files, in the same order. Of local files only
+        the names are read: `inspect` those whose size or time is needed. Local symbolic links are neither
+        followed nor returned. Local files whose names are not Unicode are omitted. Remote folders are listed
+        with one request per 1,000 files. Raises WarehouseUnreadable.
         """
         path = self.path_of(folder).rstrip("/")
         try:
             if self.is_local:
-                yield from _iter_local_files(path)
+                local_paths = _iter_local_paths(path)
+                while paths := list(islice(local_paths, _BATCH)):
+                    yield paths, None
                 return
-            for info in self._system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True)):
-                if info.type is FileType.File:
-                    yield _describe_remote_file(info)
+            infos = self._system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
+            for start in range(0, len(infos), _BATCH):
+                files = [
+                    _describe_remote_file(info)
+                    for info in infos[start : start + _BATCH]
+                    if info.type is FileType.File
+                ]
+                yield [file.path for file in files], files
         except OSError as error:
             raise WarehouseUnreadable(
                 f"Folder {folder} cannot be listed: {type(error).__name__}.",
@@ -201,6 +239,42 @@ class WarehouseFiles:
                 hint="These files were not deleted. Run the collection again when the storage answers.",
             ) from error
         return [_describe_remote_file(info) if info.type is FileType.File else None for info in infos]
+
+    def read_stamps(self, paths: Sequence[str]) -> list[FileStamp | None]:
+        """Return the stamp of each file, in the order of `paths`.
+
+        None if the file is missing or is not a regular file, or if the storage does not answer. If at least
+        `MIN_LISTED_FILES` remote files are requested, folders with many of them are listed. Otherwise costs
+        one request per remote file, 32 of them at once.
+        """
+        if self.is_local:
+            return [_read_local_stamp(path) for path in paths]
+        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+            folder_sizes = Counter(path.rpartition("/")[0] for path in paths)
+            large_folders = [folder for folder, count in folder_sizes.items() if count >= _MIN_FOLDER_FILES]
+            listings: dict[str, dict[str, FileStamp]] = {}
+            if len(paths) >= MIN_LISTED_FILES:
+                stamps_by_folder = pool.map(self._list_stamps, large_folders)
+                listings = dict(zip(large_folders, stamps_by_folder, strict=True))
+            singles = [path for path in paths if path.rpartition("/")[0] not in listings]
+            stamps = dict(zip(singles, pool.map(self._read_remote_stamp, singles), strict=True))
+        return [
+            listings[folder].get(path) if (folder := path.rpartition("/")[0]) in listings else stamps[path]
+            for path in paths
+        ]
+
+    def _list_stamps(self, folder: str) -> dict[str, FileStamp]:
+        try:
+            infos = self._system.get_file_info(FileSelector(folder, allow_not_found=True))
+        except OSError:
+            return {}
+        return {info.path: stamp for info in infos if (stamp := _remote_stamp(info)) is not None}
+
+    def _read_remote_stamp(self, path: str) -> FileStamp | None:
+        try:
+            return _remote_stamp(self._system.get_file_info(path))
+        except OSError:
+            return None
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -316,7 +390,7 @@ def _describe_remote_file(info: FileInfo) -> ListedFile:
     return ListedFile(info.path, info.size or 0, modified_us, modified_us)
 
 
-def _iter_local_files(path: str) -> Iterator[ListedFile]:
+def _iter_local_paths(path: str) -> Iterator[str]:
     folders = [path]
     while folders:
         try:
@@ -328,11 +402,7 @@ def _iter_local_files(path: str) -> Iterator[ListedFile]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif entry.is_file(follow_symlinks=False) and _is_unicode(entry.path):
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    yield _describe_local_file(entry.path, status)
+                    yield entry.path
 
 
 def _inspect_local_file(path: str) -> ListedFile | None:
@@ -343,6 +413,22 @@ def _inspect_local_file(path: str) -> ListedFile | None:
     if not stat.S_ISREG(status.st_mode):
         return ListedFile(path, _NO_FILE, 0, _FAR_FUTURE_US)
     return _describe_local_file(path, status)
+
+
+def _read_local_stamp(path: str) -> FileStamp | None:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - as above; a link's target is what is read
+    except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return FileStamp(status.st_size, status.st_mtime_ns, last_change_ns(status), status.st_ino)
+
+
+def _remote_stamp(info: FileInfo) -> FileStamp | None:
+    if info.type is not FileType.File or info.mtime_ns is None or info.size is None:
+        return None
+    return FileStamp(info.size, info.mtime_ns, info.mtime_ns, 0)
 
 
 def _is_unicode(name: str) -> bool:

@@ -818,7 +818,7 @@ def test_a_storage_that_does_not_answer_stops_the_pass(
             lake.collector().run()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "branchlake_dagster.garbage_collection.warehouse_files._iter_local_files",
+            "branchlake_dagster.garbage_collection.warehouse_files._iter_local_paths",
             lambda _: (_ for _ in ()).throw(PermissionError("no")),
         )
         with pytest.raises(WarehouseUnreadable):
@@ -844,8 +844,8 @@ class Interrupting(WarehouseFiles):
     at_listing: Any = None
     at_deletion: Any = None
 
-    def iter_files(self, folder: str) -> Iterator[Any]:
-        yield from super().iter_files(folder)
+    def iter_batches(self, folder: str) -> Iterator[Any]:
+        yield from super().iter_batches(folder)
         if self.at_listing is not None:
             call, self.at_listing = self.at_listing, None
             call()

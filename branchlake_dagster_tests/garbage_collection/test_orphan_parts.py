@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
+import polars as pl
 import pytest
 from pydantic import ValidationError
 
@@ -23,7 +24,7 @@ from branchlake_dagster.garbage_collection.location_keys import (
     canonical_location,
     split_scheme,
 )
-from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
+from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, find_hidden
 from branchlake_dagster.garbage_collection.reachable_files import RemovedFiles, parse_state
 from branchlake_dagster.garbage_collection.warehouse_files import (
     ListedFile,
@@ -175,7 +176,7 @@ def test_the_files_of_table_metadata() -> None:
     ],
 )
 def test_hidden_files(path: str, hidden: bool) -> None:
-    assert is_hidden(path) is hidden
+    assert find_hidden(pl.Series([path])).tolist() == [hidden]
 
 
 def judge(rule: OrphanRule, *files: tuple[str, datetime], roots: tuple[str, ...] = ()) -> list[FileVerdict]:
