@@ -250,7 +250,7 @@ class MetadataCache:
         if self._path is None or self._added_bytes > self._max_bytes or not self._may_keep(location):
             return
         self._added_bytes += size
-        self._entries[kind].added[location] = values
+        self._load()[kind].added[location] = values
 
     def _name(self, ids: npt.NDArray[np.int64]) -> list[str]:
         return [self._names[number] for number in ids.tolist()]
