@@ -55,7 +55,7 @@ from branchlake_dagster.garbage_collection.journal import (
     JournalContended,
     JournaledPlan,
 )
-from branchlake_dagster.garbage_collection.live_history import LiveHistory, read_main_tables
+from branchlake_dagster.garbage_collection.live_history import CLOCK_TOLERANCE, LiveHistory, read_main_tables
 from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
 from branchlake_dagster.garbage_collection.metadata_cache import CACHE_FILE, MetadataCache
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule
@@ -359,11 +359,13 @@ class FileCollector:
             excluded=frozenset({JOURNAL_BRANCH}),
             progress=self._progress,
         )
+        # A dry run does not ask the store for its time.
+        is_time_known = bool(pass_id) or self._files.is_local
         cache = MetadataCache(
             self._cache_file,
             self._files,
             keyer,
-            now,
+            now if is_time_known else now - CLOCK_TOLERANCE,
             lake_identity=_describe_storage(self._properties),
             progress=self._progress,
         )

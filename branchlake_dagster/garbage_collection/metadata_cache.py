@@ -142,6 +142,7 @@ class _Entries:
     """Locations of new entries -> a value for each column."""
 
     def find(self, location: str) -> int | None:
+        """Return the row of a usable entry and note that the pass has used it; None without such an entry."""
         row = self.rows.get(location)
         if row is not None:
             self.used_rows.add(row)
@@ -155,7 +156,7 @@ class MetadataCache:
         path: The cache file. None if nothing is kept.
         files: The files of the warehouse. Files outside the warehouse are not kept.
         keyer: Computes the keys. It must be the one of the pass.
-        now: The time at which the pass began, by the slowest clock.
+        now: A time before the first file is read, by the slowest clock.
         lake_identity: A text that two warehouses with the same location do not share.
         max_bytes: The largest size of the cache file.
         progress: Called with a sentence.
