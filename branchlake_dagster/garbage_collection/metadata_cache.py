@@ -496,13 +496,13 @@ def _write_file(path: Path, tables: Mapping[str, pa.Table], origin: Mapping[str,
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(_MAGIC)
         for name, table in tables.items():
-            file.write(bytes(-file.tell() % _ALIGNMENT))
-            start = file.tell()
+            file.write(bytes(-file.seek(0, os.SEEK_END) % _ALIGNMENT))
+            start = file.seek(0, os.SEEK_END)
             codec = None if name == "manifests" else "zstd"  # keys are random, so they cannot be compressed
             options = pa.ipc.IpcWriteOptions(compression=codec)
             with pa.ipc.new_stream(file, table.schema, options=options) as writer:
                 writer.write_table(table)
-            sections[name] = start, file.tell() - start
+            sections[name] = start, file.seek(0, os.SEEK_END) - start
         footer = json.dumps({"origin": origin, "sections": sections}).encode()
         file.write(footer)
         file.write(len(footer).to_bytes(_LENGTH_BYTES, "little"))

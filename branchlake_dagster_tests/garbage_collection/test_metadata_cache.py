@@ -81,8 +81,8 @@ class RandomHistory:
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.lake = open_lake(folder)
-        self.aside = folder / "aside"
-        self.aside.mkdir()
+        self.copies = folder / "copies"
+        self.copies.mkdir()
         self.removed: dict[Path, Path] = {}
         """Metadata files that are missing -> their copies."""
         self.references: list[str] = []
@@ -159,7 +159,7 @@ class RandomHistory:
         self.remove_file(self.random.choice(self.metadata_files()))
 
     def remove_file(self, path: Path) -> None:
-        self.removed[path] = Path(shutil.copy2(path, self.aside))
+        self.removed[path] = Path(shutil.copy2(path, self.copies))
         path.unlink()
 
     def restore_metadata(self) -> None:
