@@ -239,7 +239,11 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return self._load(key, content)
 
     def table_exists(self, identifier: str | Identifier) -> bool:
-        """Check whether an Iceberg table has this name on the reference. Reads no file."""
+        """Check whether the reference has an Iceberg table with this name. Reads no file.
+
+        False if the name belongs to a namespace or a view. Raises ReferenceNotFound if the reference is
+        missing.
+        """
         key = self._key(identifier)
         return isinstance(self._store.read(key).contents.get(key), IcebergTable)
 
@@ -326,7 +330,13 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> Table:
-        """Create an empty table and return it. Raises TableAlreadyExistsError or NoSuchNamespaceError."""
+        """Create an empty table in one commit, and return it.
+
+        Without `location`, the table's folder is `<table>_<uuid>` in the namespace's folder. `partition_spec`
+        and `sort_order` refer to the field ids of `schema`; the table's columns get fresh ids. `properties`
+        are the table's properties. Raises TableAlreadyExistsError if the name is in use, or
+        NoSuchNamespaceError.
+        """
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
         )
@@ -492,10 +502,16 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     @staticmethod
     def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
-        """Do nothing: another branch, a tag or an older hash may still read the old metadata file."""
+        """Do nothing. PyIceberg calls this after a commit to delete old metadata files.
+
+        Another branch, a tag or an older hash may still read them.
+        """
 
     def drop_table(self, identifier: str | Identifier) -> None:
-        """Remove the table from this branch. No file is deleted. Raises NoSuchTableError."""
+        """Remove the table from this branch in one commit. No file is deleted.
+
+        Raises NoSuchTableError, also if the name is a namespace or view.
+        """
         key = self._key(identifier)
 
         def plan(state: ContentsAt) -> Sequence[Operation]:

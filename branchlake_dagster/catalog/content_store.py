@@ -388,23 +388,23 @@ class NoViews(MetastoreCatalog, ABC):
     """
 
     def list_views(self, namespace: str | Identifier) -> list[Identifier]:
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(namespace)
 
     def view_exists(self, identifier: str | Identifier) -> bool:
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(identifier)
 
     def load_view(self, identifier: str | Identifier) -> NoReturn:
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(identifier)
 
     def drop_view(self, identifier: str | Identifier) -> None:
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(identifier)
 
     def register_view(self, identifier: str | Identifier, metadata_location: str) -> NoReturn:  # noqa: ARG002
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(identifier)
 
     def create_view(
@@ -415,5 +415,5 @@ class NoViews(MetastoreCatalog, ABC):
         location: str | None = None,  # noqa: ARG002
         properties: Properties = EMPTY_DICT,  # noqa: ARG002
     ) -> NoReturn:
-        """Raise Unsupported."""
+        """Always raise Unsupported: this catalog has no views."""
         _refuse_view(identifier)

@@ -86,7 +86,10 @@ class DurableFileIO(PyArrowFileIO):
     """PyArrow's FileIO, except that closing a new local file waits until the file is on disk."""
 
     def new_output(self, location: str) -> PyArrowFile:
-        """Return a file to write."""
+        """Return a file to write at `location`, a URI or a local path. Nothing is created yet.
+
+        Closing the stream of a local file waits until the file is on disk; other files are PyArrow's.
+        """
         scheme, netloc, path = self.parse_location(location, self.properties)
         if scheme != "file":
             return super().new_output(location)
