@@ -146,7 +146,10 @@ def _other_promises(name: str, constraints: list[Constraint]) -> list[str]:
 
 
 def _column_type(name: str, dtype: DataType) -> str:
-    """Return the type name of the stored column; Spark's type name if the lake cannot store the type."""
+    """Return Iceberg's name of the type with which a Spark column of type `dtype` is stored.
+
+    If the lake cannot store the type, returns Spark's name of it.
+    """
     try:
         return format_type(stored_type(to_arrow_type(dtype), name, name), table_name=name)
     except (PySparkException, ColumnUnsupported):

@@ -224,7 +224,11 @@ def _iter_results(
 def _build_failure(
     verdicts: Verdicts, declarations: Sequence[CheckDeclaration], key: dg.AssetKey, run_id: str
 ) -> CheckFailedToRun:
-    """Return one error about all checks that could not be evaluated; each distinct cause is listed once."""
+    """Return one error about all checks that could not be evaluated.
+
+    Its message has a line for each distinct cause, with the checks that failed for it. `verdicts.errors` has
+    at least one error of a constraint in `declarations`. `key` is the checked asset.
+    """
     labels_by_message: dict[str, list[str]] = {}
     for declaration in declarations:
         for constraint in declaration.group.constraints:

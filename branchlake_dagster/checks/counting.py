@@ -505,7 +505,11 @@ def _find_dimension_key(value: str, definition: PartitionsDefinition[str]) -> st
 
 
 def _to_timestamp(value: str, timezone: str) -> float:
-    """Return the POSIX time of an interval's start, or of a date's noon: windows of dates are whole days."""
+    """Return the POSIX time in seconds of a bucket of `_bucket_column`, to find its partition window.
+
+    `value` is the start of an interval in seconds since 1970, as text, or a date in ISO format. A date
+    becomes its noon in `timezone`, because windows of dates are whole days. Raises ValueError for other text.
+    """
     if value.lstrip("-").isdigit():
         return float(value)
     return datetime.fromisoformat(value).replace(hour=_NOON, tzinfo=ZoneInfo(timezone)).timestamp()

@@ -96,7 +96,7 @@ class FrameRows:
         return None
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol has it
-        """Always return None: nothing can be proved about a frame without Spark."""
+        """Always return None for any constraint: nothing can be proved about a frame without Spark."""
         return None
 
 
@@ -110,7 +110,11 @@ def schema_outcome(schema: DataFrameSchema, actual: StructType) -> CheckOutcome:
 
 
 def find_wrong_types(schema: DataFrameSchema, actual: StructType) -> dict[str, str]:
-    """Return a message for each existing column whose type differs from the contract, by column name."""
+    """Return a message for each column whose type differs from the contract, by column name; {} if none does.
+
+    `actual` is the schema of the checked rows. Columns that it lacks, columns that the contract names by a
+    regular expression, and columns without a declared type are omitted.
+    """
     problems = {}
     for name, column in schema.columns.items():
         expected_dtype = schema.dtype or column.dtype

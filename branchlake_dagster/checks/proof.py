@@ -120,7 +120,11 @@ def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
 
 
 def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> bool:
-    """Return whether a length or suffix is proved, which is only possible if all values are equal."""
+    """Return whether facts on a text column prove its length or suffix.
+
+    That is only possible if all values are null, or if all values are equal, so that `facts.low` and
+    `facts.high` are the same text. False means unknown.
+    """
     if facts.all_null:
         return True
     if facts.low is None or facts.low != facts.high:
@@ -231,7 +235,11 @@ omitted because of 0.0, -0.0 and NaN."""
 
 
 def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Return whether all values of a column keep the promise. False also if only Spark can decide."""
+    """Return whether all values of a column keep the promise. False also if only Spark can decide.
+
+    `kind` is the column's Iceberg type. A comparison with a list, or by `!=`, is left to Spark if the column
+    has more than `MAX_VALUES` distinct values.
+    """
     if isinstance(promise, EndsWith | Length):
         return isinstance(kind, ice.StringType) and _texts_keep_promise(values, promise)
     is_value_by_value = isinstance(promise, Among | NotAmong) or (
@@ -259,7 +267,10 @@ def has_unique_keys(rows: pa.Table, columns: Sequence[str], kinds: Sequence[ice.
 
 
 def _compute_facts(values: pa.ChunkedArray, kind: ice.IcebergType) -> ColumnFacts:
-    """Return exact facts on the values. Values of types without an order have no bounds."""
+    """Compute exact facts on the values of a column, whose Iceberg type is `kind`.
+
+    The bounds `low` and `high` are None if all values are null or NaN, or if the type has no order.
+    """
     null_count = values.null_count
     present_values = values.drop_null()
     nan_count = 0

@@ -57,7 +57,11 @@ class Footers:
         self._footers_by_path: dict[str, pq.FileMetaData | None] = {}
 
     def has_all_bounds(self, file: DataFile, field_id: int) -> bool:
-        """Return whether the column has bounds or only nulls in every row group of `file`."""
+        """Return whether the column has bounds or only nulls in every row group of `file`.
+
+        `field_id` is the column's Iceberg field id. False also if the footer cannot be read or `max_files` is
+        reached, or if not exactly one top-level column of the file has that id.
+        """
         footer = self._load_footer(file)
         if footer is None:
             return False
