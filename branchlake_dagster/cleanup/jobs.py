@@ -150,7 +150,10 @@ class DagsterRuns:
             self._instance.report_run_failed(run, message)
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Record in the tags and log of a run without a verdict that its branch was discarded, and why."""
+        """Record in the tags and log of a run without a verdict that its branch was discarded, and why.
+
+        `reason` is a clause. A run that has a publisher's verdict, or did not open `branch`, is not changed.
+        """
         report_branch_end(
             self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}"
         )

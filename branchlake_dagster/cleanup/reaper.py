@@ -170,7 +170,10 @@ class BranchRuns(Protocol):
         """Mark a run whose process is dead as failed in Dagster, with `message`."""
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Record on a run without a verdict that its branch was discarded, and why."""
+        """Record on a run without a verdict that its branch was discarded. `reason` is the cause.
+
+        A run that has a publisher's verdict, or did not open `branch`, is not changed.
+        """
 
 
 class Reaper:
@@ -480,7 +483,11 @@ class Reaper:
         return ", ".join(instance_id for instance_id in origin.instance_ids if instance_id != self._instance)
 
     def _still_reports(self, owner: BranchOwner, dead: Sequence[Heartbeat]) -> bool:
-        """Return whether the run is active and its executor or another step outlived a dead writer."""
+        """Return whether the run of `owner` is active and its executor or another step outlived a writer.
+
+        `dead` are the last heartbeats of the branch's dead writers; False if there are none. Raises
+        RunsUnreadable.
+        """
         return owner.state is OwnerState.ACTIVE and any(
             self._runs.reports_after(owner.run_id, beat) for beat in dead
         )
