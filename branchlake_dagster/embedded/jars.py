@@ -157,7 +157,10 @@ def _as_identity(numbers: Iterable[Any]) -> Identity:
 
 
 def _save_digests(digest_cache: Path, entries: Mapping[str, tuple[Identity, str]]) -> None:
-    """Write the entries of jars that still exist. An error is ignored; it only costs time later."""
+    """Atomic: write the identity and SHA-256 digest of each jar that still exists, by the jar's path.
+
+    An error is ignored: then the digests are computed again at the next start.
+    """
     existing = {name: entry for name, entry in entries.items() if Path(name).exists()}
     scratch = digest_cache.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):

@@ -126,7 +126,10 @@ def _try_lock_log(log: Path, descriptor: int) -> bool:
 
 
 def _shift_earlier_logs(log: Path) -> None:
-    """Rename each earlier file to the next number, starting with the oldest, which is replaced."""
+    """Rename each earlier file of `log` to the next number, starting with the oldest, which is replaced.
+
+    The log itself keeps its name. Afterwards number 1 is free.
+    """
     for number in range(EARLIER_FILES - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
             _numbered_log(log, number).replace(_numbered_log(log, number + 1))
@@ -280,12 +283,18 @@ class ProcessRecord:
 
 
 def is_same_start(first: float, second: float) -> bool:
-    """Return whether two times from `find_start_s` mean the start of the same process."""
+    """Return whether two results of `find_start_s` mean the start of the same process.
+
+    They may differ by less than `_SAME_START_S` seconds.
+    """
     return abs(first - second) < _SAME_START_S
 
 
 def find_start_s(pid: int) -> float | None:
-    """Return the start time of a process in seconds since boot; None if it does not run or is a zombie."""
+    """Return when the process with the id `pid` was started, in seconds since boot.
+
+    None if no such process runs, or if it is a zombie.
+    """
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -385,7 +394,10 @@ def _has_ended(record: ProcessRecord) -> bool:
 
 
 def _reap_child(pid: int) -> None:
-    """Collect the exit status if the server is a child of this process, as in tests."""
+    """Collect the exit status of process `pid`, if it is an ended child of this process, as in tests.
+
+    Otherwise it would remain as a zombie. Does not wait, and ignores other processes.
+    """
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -275,7 +275,12 @@ class EmbeddedServers:
         return {name: self._wait_until_ready(record) for name, record in started_records.items()}
 
     def _choose_port(self, name: str, wanted: int, starting_names: tuple[str, ...]) -> int:
-        """Return the port of a server: the configured one, else its last one, else any free port."""
+        """Return the port of the server `name`.
+
+        If the server is among `starting_names`, the port is free: `wanted` or, if that is 0, preferably the
+        last one. Otherwise it is the port in the record of the running server, or `wanted` without a record.
+        Raises ConfigurationError and OSError.
+        """
         if name not in starting_names:
             last_record = ProcessRecord.load(self._record_path(name))
             return last_record.port if last_record else wanted
@@ -486,6 +491,9 @@ def _nessie_answers(port: int) -> bool:
 
 
 def _listens_within(record: ProcessRecord, timeout_s: float) -> bool:
-    """Return whether a process accepts connections within `timeout_s`; False at once if it ends."""
+    """Return whether the recorded process accepts connections on its port within `timeout_s` seconds.
+
+    False at once if the process ends.
+    """
     holds_within(timeout_s, lambda: process.is_listening(record.port) or not record.is_alive(), every_s=0.1)
     return record.is_alive() and process.is_listening(record.port)

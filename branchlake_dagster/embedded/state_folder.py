@@ -62,7 +62,7 @@ def make_state_folder(root: Path) -> Path:
 
 
 def require_no_file(root: Path) -> None:
-    """Raise ConfigurationError if the state folder or one of its parents is a file."""
+    """Raise ConfigurationError if the state folder `root` or one of its parents is a file. Writes nothing."""
     file = next((path for path in (root, *root.parents) if path.is_file()), None)
     if file is not None:
         raise ConfigurationError(
@@ -83,7 +83,10 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Atomic: write a file that other users can never read, not even while it is incomplete."""
+    """Atomic: write a text file that other users can never read, not even while it is incomplete.
+
+    Replaces an existing file. Its folder is made private, too. Raises OSError or ConfigurationError.
+    """
     make_private_folder(path.parent)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
@@ -103,12 +106,15 @@ class LakeMoved(ConfigurationError):  # noqa: N818
 
 
 def has_lake(root: Path) -> bool:
-    """Return whether the embedded Nessie has ever been started on disk with this state folder."""
+    """Return whether the embedded Nessie has ever been started on disk with the state folder `root`."""
     return (root / "nessie").is_dir()
 
 
 def build_not_running(root: Path) -> LakeNotRunning:
-    """Return the error for a lake that does not run or does not exist, with the command that helps."""
+    """Return the error for the state folder `root`: its lake is not running, or it has no lake.
+
+    The hint has the command or the setting that helps.
+    """
     if has_lake(root):
         return LakeNotRunning(
             f"The lake in {root} is not running.",
@@ -268,7 +274,7 @@ def _passes_round(number: int, odd: int, twos: int, base: int) -> bool:
 
 
 def _encode_public_key(modulus: int) -> bytes:
-    """Return a public key as the DER form of a SubjectPublicKeyInfo."""
+    """Return the RSA public key with this modulus as the DER form of a SubjectPublicKeyInfo."""
     key = _encode_der(0x30, _encode_integer(modulus) + _encode_integer(_EXPONENT))
     return _encode_der(0x30, _RSA + _encode_der(0x03, b"\x00" + key))
 

@@ -113,7 +113,13 @@ def _is_running(server: psutil.Process) -> bool:
 
 
 def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> None:
-    """Run a forked process as Spark's daemon, with the pipes and the environment of the request."""
+    """Run this forked process as Spark's daemon until the daemon ends.
+
+    `request` has the requesting process's `arguments`, `environment` and `folder`, which replace those of
+    this process. `descriptors` become its standard input, output and error. `connection` leads to the
+    requesting process; the daemon works only after that process has answered. Raises OSError or
+    ChannelClosed.
+    """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -151,7 +157,10 @@ def _restore_folder(folder: str) -> None:
 
 
 def _reset_worker(connection: socket.socket) -> None:
-    """Separate a forked worker from its daemon and from other workers."""
+    """Separate a forked worker from its daemon and from other workers.
+
+    Closes its copy of `connection`, the daemon's socket to the requesting process, and seeds NumPy anew.
+    """
     connection.close()  # only the daemon may hold it: its end signals the end of the daemon
     numpy.random.seed()
 
@@ -162,7 +171,11 @@ def _import_modules() -> None:
 
 
 def main(listener_fd: int, server_pid: int) -> int:
-    """Run the warm process until Spark's server ends, and each of its forks. Return the exit status 0."""
+    """Run the warm process until Spark's server ends, and each of its forks. Return the exit status 0.
+
+    `listener_fd` is the inherited file descriptor of the listening socket, `server_pid` the process id of
+    Spark's server. If that process does not exist, returns at once.
+    """
     try:
         spark = psutil.Process(server_pid)
     except psutil.NoSuchProcess:

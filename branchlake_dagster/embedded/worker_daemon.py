@@ -76,7 +76,7 @@ def _request_fork(connection: socket.socket) -> None:
 
 
 def _wait_for_fork(connection: socket.socket) -> None:
-    """Wait until the fork ends, which closes its end of the socket."""
+    """Wait until the forked daemon ends, which closes the other end of `connection`."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(1):
             pass
