@@ -227,12 +227,19 @@ def _next_metadata_log(document: MetadataDocument, kept_ids: frozenset[int]) -> 
 
 
 def parse_metadata(location: str, content: bytes) -> TableMetadata:
-    """Parse the content of a metadata file as PyIceberg does. Raises StoredFileDamaged."""
+    """Parse the uncompressed content of the metadata file at `location`, as PyIceberg does.
+
+    Raises StoredFileDamaged, which names `location`, if the content cannot be parsed.
+    """
     with wrap_parse_errors(location):
         return TableMetadataUtil.parse_raw(content.decode())
 
 
 def write_document(io: FileIO, location: str, content: bytes) -> None:
-    """Write a new metadata file, compressed if its name says so. Raises OSError."""
+    """Write `content`, a metadata document as JSON, to a new file at `location`. Raises OSError.
+
+    If the file's name ends in `.gz.metadata.json`, the content is compressed. An existing file is not
+    replaced.
+    """
     with io.new_output(location).create() as stream:
         stream.write(Compressor.get_compressor(location).bytes_compressor()(content))

@@ -320,7 +320,10 @@ def _list_own_retention(
 
 
 def _find_age_depth(chain: Sequence[SnapshotFacts], age_ms: float, now_ms: int) -> int:
-    """Return the depth of the oldest snapshot that is younger than `age_ms`; 0 if there is none."""
+    """Return the index in `chain` of the oldest snapshot that is younger than `age_ms`; 0 if none is.
+
+    `chain` has the newest snapshot first. `age_ms` is a duration in ms, `now_ms` a time in ms since 1970.
+    """
     return max((depth for depth, one in enumerate(chain) if _is_younger(one, age_ms, now_ms)), default=0)
 
 

@@ -119,7 +119,10 @@ class PositionCache:
         self._positions: LRUCache[str, tuple[tuple[str, Position], ...]] = LRUCache(_FILES_CACHED)
 
     def get(self, location: str) -> tuple[tuple[str, Position], ...] | None:
-        """Return pairs of input table and position that a metadata file records; None if it is not cached."""
+        """Return the positions that the metadata file at `location` records, each with the input table's name.
+
+        Returns () if the file records no positions, and None if the file is not in the cache.
+        """
         with self._lock:
             return self._positions.get(location)
 
@@ -194,7 +197,10 @@ class RootsReader:
         )
 
     def _find_horizon(self, policy: ExpiryPolicy, now: datetime) -> str | None:
-        """Return the hash of the newest commit of `main` that is older than `undo_age`; None if none is."""
+        """Return the hash of the newest commit of `main` that is older than the policy's `undo_age` at `now`.
+
+        Returns None if all commits are newer, or if `undo_age` is 0.
+        """
         if not policy.undo_age:
             return None
         since = (now - policy.undo_age).isoformat()
@@ -203,7 +209,10 @@ class RootsReader:
         return entry.commit.hash if entry is not None else None
 
     def _order_bases(self, references: Iterable[Reference]) -> dict[str, str]:
-        """Return the hashes at which branches left `main`, oldest first, each with the name of one branch."""
+        """Return the hashes at which branches left `main`, oldest first, each with the name of one branch.
+
+        `references` were read with their metadata. References without common history with `main` are omitted.
+        """
         bases: dict[str, str] = {}
         for reference in sorted(references, key=_commits_behind, reverse=True):
             if reference.metadata is not None and reference.metadata.common_ancestor_hash:
@@ -378,7 +387,10 @@ def is_unreadable(error: Exception) -> bool:
 
 
 def _find_oldest(history: TableHistory) -> int | None:
-    """Return the id of the oldest existing ancestor of the current snapshot; None if the table is empty."""
+    """Return the id of the oldest ancestor of the current snapshot that still exists in the table's metadata.
+
+    Without older ancestors, this is the current snapshot. None if the table is empty.
+    """
     ancestors = list_ancestors(history, history.current_id)
     return ancestors[-1].snapshot_id if ancestors else None
 

@@ -196,7 +196,12 @@ class SnapshotExpirer:
         )
 
     def _write(self, document: MetadataDocument, metadata: TableMetadata, content: bytes) -> str:
-        """Write the metadata file under a new name, and return its location."""
+        """Write `content` as the table's next metadata file, and return the location of the file.
+
+        `document` is the present metadata file, whose number is increased; `metadata` is the parsed
+        `content`. If the write fails, the incomplete file is deleted and the error is raised. Nothing is
+        committed.
+        """
         self._catalog.record_prefixes(metadata)
         provider = load_location_provider(metadata.location, metadata.properties)
         location = provider.new_table_metadata_file_location(metadata_version(document.location) + 1)
@@ -235,7 +240,10 @@ def _require_existing(names: Collection[str], existing_names: Set[str]) -> None:
 
 
 def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) -> RootedTable:
-    """Return the table with its history. Its current snapshot is that of Nessie's content, if it exists."""
+    """Return the table of `document`, the metadata file of `content`, with its history.
+
+    The history's current snapshot is the one that Nessie's content names, if the metadata still has it.
+    """
     history = document.history
     if content.snapshot_id != history.current_id and content.snapshot_id in history.by_id:
         history = replace(history, current_id=content.snapshot_id)
