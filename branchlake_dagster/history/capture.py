@@ -274,7 +274,11 @@ def capture_change(
 
 
 def _capture_whole_table(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
-    """Return the whole table as a change, as if one snapshot had just appended all its files."""
+    """Return the whole table as a change, as if its current snapshot had appended all its files.
+
+    `name` is the table's name in the change, `end` the end position that the change records. The change of an
+    empty table has no steps. Raises FileNotFoundError if a manifest is missing.
+    """
     head = table.metadata.current_snapshot()
     if head is None:
         return ChangeSet(name, None, end, (), (), (), ())

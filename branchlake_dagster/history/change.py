@@ -200,7 +200,7 @@ class ChangeSet:
 
 
 def from_epoch_ms(milliseconds: int) -> datetime:
-    """Convert the time stamp of a snapshot, in ms since 1970, to a datetime in UTC."""
+    """Convert the time stamp of a snapshot, in milliseconds since 1970 in UTC, to a datetime in UTC."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 

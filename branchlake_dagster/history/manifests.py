@@ -40,7 +40,10 @@ _FEW_ENTRIES = 500
 
 
 def read_manifests(io: FileIO, snapshot: Snapshot | None) -> Iterator[ManifestFile]:
-    """Yield the manifests of a snapshot from its manifest list; none if `snapshot` is None."""
+    """Yield the data and delete manifests of a snapshot from its manifest list; none if `snapshot` is None.
+
+    Raises StoredFileDamaged or OSError, such as FileNotFoundError if snapshot expiry has removed the list.
+    """
     location = snapshot.manifest_list if snapshot is not None else None
     if location:
         content = read_content(io, location)
@@ -49,7 +52,10 @@ def read_manifests(io: FileIO, snapshot: Snapshot | None) -> Iterator[ManifestFi
 
 
 def read_manifest_entries(io: FileIO, manifest: ManifestFile) -> Iterator[ManifestEntry]:
-    """Yield all entries of a manifest, including those of deleted files."""
+    """Yield all entries of a manifest, including those of deleted files.
+
+    `io` reads the manifest file. Raises StoredFileDamaged or OSError.
+    """
     content = read_content(io, manifest.manifest_path, manifest.manifest_length)
     with wrap_parse_errors(manifest.manifest_path):
         yield from iter_entries(manifest, content)
@@ -104,14 +110,20 @@ def read_entries(
 def read_live_files(
     io: FileIO, snapshot: Snapshot | None, content: ManifestContent | None = None
 ) -> Iterator[DataFile]:
-    """Yield the files of a snapshot that are not deleted: all, or only data files or only delete files."""
+    """Yield the files of a snapshot that are not deleted: data files and delete files, or those of `content`.
+
+    Yields nothing if `snapshot` is None. Raises StoredFileDamaged or OSError.
+    """
     for entry in read_entries(io, snapshot, content):
         if entry.status != ManifestEntryStatus.DELETED:
             yield entry.data_file
 
 
 def read_added_files(io: FileIO, snapshot: Snapshot) -> Iterator[DataFile]:
-    """Yield the data and delete files that a snapshot added."""
+    """Yield the data and delete files that a snapshot itself added. Reads only its own manifests.
+
+    Raises StoredFileDamaged or OSError.
+    """
     for manifest in read_manifests(io, snapshot):
         if manifest.added_snapshot_id == snapshot.snapshot_id:
             for entry in read_manifest_entries(io, manifest):
@@ -184,7 +196,11 @@ def column_facts(
 
 
 def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
-    """Return the facts about an identity partition column, which has the same value in the whole file."""
+    """Return the facts about an identity partition column, which has the same value in the whole file.
+
+    `value` is the value in the partition, as PyIceberg decodes it; None means that all rows are null. If its
+    Python type is unexpected, or it is NaN, only the absence of nulls is known. `kind` is the column's type.
+    """
     if value is None:
         return ColumnFacts(all_null=True, no_nan=True)
     if type(value) is not _VALUES.get(type(kind)) or value != value:
@@ -193,7 +209,10 @@ def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
 
 
 def _decode_bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
-    """Decode a bound. Returns None if the bound is missing or cannot be decoded for this type."""
+    """Decode a bound from the bytes of a manifest entry, for a column of type `kind`.
+
+    Returns None if the bound is missing or cannot be decoded.
+    """
     return None if stored is None or type(kind) not in _VALUES else bound_value(stored, kind)
 
 
@@ -371,7 +390,10 @@ def _has_changes(manifest: ManifestFile) -> bool:
 
 
 def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
-    """Whether these manifests list all files that an append's summary counts."""
+    """Return whether `snapshot` is an append and these manifests list all data files that its summary counts.
+
+    False also if the summary has no count, or if there are no manifests.
+    """
     summary = snapshot.summary
     if summary is None or summary.operation is not Operation.APPEND or not manifests:
         return False

@@ -147,7 +147,11 @@ def _value_kind(value: Any) -> str:
 
 
 def _to_timestamps(ranges: Ranges) -> Ranges:
-    """Convert dates and time stamps to time stamps in UTC."""
+    """Convert ranges of dates or time stamps to ranges of time stamps with a time zone.
+
+    A range of dates begins at midnight UTC of its first day, and ends with the last microsecond of its last
+    day. A time stamp without time zone is taken as UTC.
+    """
     return replace(
         ranges,
         parts=merge_ranges(
@@ -229,7 +233,10 @@ class ColumnRanges:
         return _intersect_ranges(self._ranges_from_bounds(file, spec), partition_ranges)
 
     def _is_constant(self, spec: PartitionSpec) -> bool:
-        """Whether all rows of a partition have the same value of the field (identity transform)."""
+        """Return whether `spec` partitions by the field itself (identity transform).
+
+        Then all rows of a partition have the same value.
+        """
         return any(
             part.source_id == self._field.field_id and isinstance(part.transform, IdentityTransform)
             for part in spec.fields

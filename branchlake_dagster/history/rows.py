@@ -281,7 +281,12 @@ def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
 
 
 def _drop_unchanged_of_commits(sides: pl.DataFrame, columns: Sequence[str], schema: pa.Schema) -> ChangedRows:
-    """Compare rows by `columns`, which are all but the commit columns. `_COUNT` is 1 if added, else -1."""
+    """Do the work of `drop_unchanged_rows` for rows with commit columns.
+
+    `sides` has the added and the removed rows; its column `_COUNT` is 1 for an added row and -1 for a removed
+    one. Rows are compared by `columns`, which are all but the commit columns and `_COUNT`. The result has the
+    types of `schema`.
+    """
     ordered = sides.sort(ORDINAL, descending=True, maintain_order=True)
     net_count = pl.col(_COUNT).sum().over(columns)
     number = pl.int_range(pl.len()).over([*columns, _COUNT])
