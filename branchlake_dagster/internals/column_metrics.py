@@ -171,7 +171,10 @@ def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
 
 
 def bound_value(stored: bytes, column_type: ice.PrimitiveType) -> Any:
-    """Convert a bound to a value; None if it is NaN, or if the bytes cannot be decoded as `column_type`."""
+    """Convert a bound from Iceberg's binary form to a value of PyIceberg, such as days since 1970 for a date.
+
+    Returns None if the bound is NaN, or if the bytes cannot be decoded as `column_type`.
+    """
     widths = _WIDTHS.get(type(column_type))
     if widths is not None and len(stored) not in widths:
         return None
@@ -302,7 +305,11 @@ def _safe_statistics(
     stats_columns: dict[int, StatisticsCollector],
     parquet_column_mapping: dict[str, int],
 ) -> DataFileStatistics:
-    """Compute PyIceberg's file statistics, without bounds and null counts that leave out row groups."""
+    """Compute PyIceberg's file statistics, without bounds and null counts that leave out row groups.
+
+    `stats_columns` has the statistics to collect by field id, `parquet_column_mapping` the field id of each
+    column path in the Parquet file. PyIceberg calls it with these arguments instead of its own function.
+    """
     statistics = _plain_statistics(parquet_metadata, stats_columns, parquet_column_mapping)
     if parquet_metadata.num_row_groups > 1:
         without_bounds, without_nulls = _find_partial_columns(parquet_metadata)

@@ -141,7 +141,11 @@ def report_engine_event(
     *,
     step_key: str | None = None,
 ) -> None:
-    """Write a message with metadata to a run's log. The class of the event data is not public."""
+    """Write an engine event with a message and metadata to a run's log.
+
+    `step_key` is the step to which the event belongs; None for the whole run. Dagster's own method takes
+    event data of a class that is not public.
+    """
     data = EngineEventData(metadata=dict(metadata or {}))
     instance.report_engine_event(message, run, data, step_key=step_key)
 
@@ -167,7 +171,10 @@ def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]
 
 
 def build_engine_event(plan_context: Any, message: str) -> DagsterEvent:
-    """Return an engine event with a message, for an executor, which must yield it."""
+    """Return an engine event with a message, which an executor must yield to write it to the run's log.
+
+    `plan_context` is the context of the executor's `execute` method.
+    """
     return DagsterEvent.engine_event(plan_context, message, EngineEventData({}))
 
 

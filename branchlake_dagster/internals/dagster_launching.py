@@ -100,7 +100,10 @@ def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
 
 
 def load_server_id(location: GrpcServerCodeLocation) -> str:
-    """Request the id of the code server's current load. It changes with each reload."""
+    """Request the id of the current load of a location's code server. It changes with each reload.
+
+    Raises Dagster's errors if the server does not answer.
+    """
     from dagster._api.get_server_id import sync_get_server_id
 
     return str(sync_get_server_id(location.client))
@@ -119,7 +122,11 @@ def load_repository_data(instance: DagsterInstance, run: DagsterRun) -> str | No
 
 
 def inject_secrets(instance_ref: InstanceRef, location_name: str | None) -> None:
-    """Set the variables of Dagster's `.env` file, as a code server does, without opening its storage."""
+    """Set this process's environment variables from Dagster's `.env` file, as a code server does.
+
+    `location_name` selects the file of one code location, if Dagster is configured with several; None selects
+    the default file. The instance's storage is not opened.
+    """
     loader = instance_ref.secrets_loader
     if loader is not None:
         os.environ.update(loader.get_secrets_for_environment(location_name))

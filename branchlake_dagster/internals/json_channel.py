@@ -17,7 +17,10 @@ class ChannelClosed(EOFError):  # noqa: N818 - named like the other outcomes
 
 
 def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: Sequence[int] = ()) -> None:
-    """Send one message as JSON, with copies of the open file descriptors `descriptors`. Raises OSError."""
+    """Send one message as JSON to the process at the other end of `peer`. Raises OSError.
+
+    The other process gets copies of the open file descriptors `descriptors`; this process keeps its own.
+    """
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
         # One byte carries the descriptors, so that they cannot be lost in a partial write of the message.

@@ -516,7 +516,11 @@ def _is_merging_enabled(metadata: TableMetadata) -> bool:
 
 
 def commit_compaction(transaction: Transaction, producer: Any) -> Table:
-    """Commit the files that a public producer has collected, as a compaction, and return the table."""
+    """Commit collected files as a snapshot with the operation `replace`, and return the new table.
+
+    `producer` is a snapshot producer of `transaction`, such as `update_snapshot().overwrite()`, that has
+    collected added and deleted files but was not committed. Raises CommitFailedException.
+    """
     updates, requirements = producer._commit()
     transaction._apply(tuple(map(as_compaction, updates)), requirements)
     return transaction.commit_transaction()
@@ -554,17 +558,28 @@ def add_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> Tabl
 
 
 def metadata_version(location: str) -> int:
-    """Return the number at the beginning of a metadata file's name; -1 if it has none."""
+    """Return the number at the beginning of a metadata file's name.
+
+    It is 1 for `00001-<uuid>.metadata.json`, and -1 if the name has another form, as that of a file from
+    another catalog may have.
+    """
     return MetastoreCatalog._parse_metadata_version(location)
 
 
 def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileIO, location: str) -> None:
-    """Write a metadata file. The caller commits its location later."""
+    """Write a new metadata file at `location`, through `io`. The caller commits the location later.
+
+    Raises FileExistsError if the file exists, or another OSError.
+    """
     catalog._write_metadata(metadata, io, location)
 
 
 def to_iceberg_schema(schema: pa.Schema, format_version: int) -> Schema:
-    """Convert an Arrow schema to an Iceberg schema, by the rules of `create_table`."""
+    """Convert an Arrow schema to an Iceberg schema, by the rules of PyIceberg's `create_table`.
+
+    `format_version` is that of the table; it decides which types are allowed. All fields have the id -1.
+    Raises PyIceberg's errors for types that Iceberg lacks.
+    """
     converted = MetastoreCatalog._convert_schema_if_needed(schema, format_version)  # type: ignore[arg-type]
     assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always converts to one
     return converted
@@ -591,7 +606,11 @@ def write_data_files(
 
 
 def read_deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
-    """Return the deleted row positions in a position delete file or deletion vector, by data file path."""
+    """Return the deleted row positions in a position delete file or deletion vector, by data file path.
+
+    `io` reads the file. Positions count from 0 in each data file. Raises ValueError for a file of another
+    format.
+    """
     return _read_deletes(io, file)
 
 

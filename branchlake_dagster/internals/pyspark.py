@@ -98,7 +98,10 @@ def _is_log_enabled(_: logging.LogRecord) -> bool:
 
 
 def get_session_settings(session: Any, names: Collection[str]) -> dict[str, str | None]:
-    """Return the values of a Connect session's settings; None for a setting that has no value."""
+    """Return the values of the settings `names` of a Connect session, by name, in one request.
+
+    A setting without value, not even a default, is None.
+    """
     from pyspark.sql.connect.proto import ConfigRequest
 
     wanted = ConfigRequest.GetOption(keys=list(names))
@@ -111,7 +114,7 @@ def set_session_settings(session: Any, values: Mapping[str, str]) -> None:
 
 
 def unset_session_settings(session: Any, names: Collection[str]) -> None:
-    """Reset settings of a Connect session to their default values."""
+    """Reset the settings `names` of a Connect session to their default values, in one request."""
     from pyspark.sql.connect.proto import ConfigRequest
 
     session.client.config(ConfigRequest.Operation(unset=ConfigRequest.Unset(keys=list(names))))
