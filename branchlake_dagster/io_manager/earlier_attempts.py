@@ -98,7 +98,12 @@ def _has_same_properties(snapshot: Snapshot, properties: Mapping[str, str], name
 
 
 def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
-    """Return the snapshots of all attempts of the step whose rows were not removed, in the given order."""
+    """Return the snapshots of all attempts of the step whose rows were not removed, in the given order.
+
+    `ancestors` are snapshots of the table. `properties` are the snapshot properties of this attempt;
+    snapshots with the same step, asset, partitions and base belong to the step. Snapshots of this attempt are
+    included.
+    """
     undone = {
         snapshot_id
         for snapshot in ancestors
@@ -149,7 +154,7 @@ def _remove_added_files(
 
 
 def mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:
-    """Return the error for rows of several attempts that can no longer be separated."""
+    """Return the error for a table where rows of several attempts of one step can no longer be separated."""
     return RetryNeedsFullRun(
         "An earlier attempt of this step wrote to the table, and other writes have changed its rows since.",
         table=spec.name,

@@ -136,7 +136,10 @@ def _condition_value(condition: Condition) -> Any:
 
 
 def _to_iceberg_number(moment: datetime | date) -> int:
-    """Convert to Iceberg's number: microseconds since 1970 for a time stamp, days since 1970 for a date."""
+    """Convert a time stamp to microseconds since 1970, or a date to days since 1970, as Iceberg stores them.
+
+    A time stamp must have a time zone.
+    """
     if isinstance(moment, datetime):
         return (moment - _EPOCH) // timedelta(microseconds=1)
     return (moment - _EPOCH.date()).days
@@ -423,7 +426,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 def _row_partitions(
     context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> RowPartitions | None:
-    """Return the partitions of the input's rows; None for one partition, or without partition columns."""
+    """Return the partitions definition of an input's rows, with the column of each dimension.
+
+    Returns None if the input has at most one partition, or if the upstream asset has no partitions or no
+    partition columns. `spec` and `definition` are those of the upstream asset.
+    """
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)

@@ -100,7 +100,10 @@ class StoredRows:
 
 
 def wants_stored_rows(kind: dg.DagsterType) -> bool:
-    """Whether an input of this Dagster type gets `StoredRows` instead of a frame."""
+    """Return whether an input of the Dagster type `kind` gets `StoredRows` instead of a frame.
+
+    True only for inputs that are annotated `StoredRows`.
+    """
     return _STORED in kind.metadata
 
 

@@ -225,7 +225,7 @@ class TableWriter:
     spark_session: Callable[[], SparkSession]
 
     def existing_table(self, spec: TableSpec) -> Table | None:
-        """Return the table of an asset on the run's branch, or None if it does not exist."""
+        """Return the table of an asset, loaded from the run's branch, or None if it does not exist."""
         try:
             return self.catalog.load_table(spec.identifier)
         except NoSuchTableError:
@@ -282,7 +282,12 @@ class TableWriter:
         )
 
     def _table_to_write(self, plan: WritePlan, frame_schema: pa.Schema) -> Table:
-        """Return the existing table with the frame's new columns, or a new table without rows."""
+        """Return the table to which the planned write adds rows, on the run's branch.
+
+        If the table exists, commits the new columns of `frame_schema` and the path properties. Otherwise,
+        commits an empty table. Raises TableAlreadyExistsError if another step created the table since the
+        plan, and SchemaMismatch if the frame does not fit.
+        """
         table = plan.existing_table
         if table is None:
             return self.catalog.create_table(

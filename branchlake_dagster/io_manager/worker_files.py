@@ -101,7 +101,10 @@ def commit_worker_files(
 def _require_own_table(
     table: Table, spec: TableSpec, lakehouse: LakehouseResource, asset_key: AssetKey
 ) -> None:
-    """Raise ConfigurationError unless `table` is the asset's table, loaded from the run's branch."""
+    """Raise ConfigurationError unless `table` is the asset's table, loaded from the run's branch.
+
+    `spec` is the spec of the asset `asset_key`. Opens the run's branch if it is not open yet.
+    """
     table_name, branch = format_table_name(table.name()), lakehouse.open_branch()
     loaded_from = table.catalog.ref if isinstance(table.catalog, NessieCatalog) else table.catalog.name
     if table.name() != spec.identifier:
@@ -128,7 +131,11 @@ def _require_own_table(
 def _format_replaced_rows(
     spec: TableSpec, definition: Any, partition_keys: tuple[str, ...], schema: Schema
 ) -> str | None:
-    """Return the record of the rows that a write of these partitions replaces; None for other writes."""
+    """Return, as JSON for the snapshot's properties, which rows a write of these partitions replaces.
+
+    Returns None for other write modes, without partitions, and without partition columns. `definition` is the
+    asset's partitions definition, `schema` the table's schema.
+    """
     columns = spec.columns_by_dimension
     if spec.write_mode != "replace_partitions" or definition is None or not columns:
         return None
