@@ -332,7 +332,10 @@ class NessieClient:
         return paging.iter_items(self._diff(from_ref, to_ref, page_size))
 
     def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
-        """Return all entries of `diff`, together with the hash at which `to_ref` was read."""
+        """Return all differences of `diff`, together with the hash at which `to_ref` was read.
+
+        `page_size` is the most differences in one answer of the server; all pages are read.
+        """
         pages = list(self._diff(from_ref, to_ref, page_size))
         head = codec.parse_reference(pages[0].data["effectiveToReference"])
         return DiffAt(head, tuple(paging.iter_items(pages)))

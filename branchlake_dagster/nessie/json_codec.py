@@ -40,7 +40,7 @@ JsonObject = Mapping[str, Any]
 
 
 def parse_key(data: JsonObject) -> ContentKey:
-    """Parse a `ContentKey` object."""
+    """Parse Nessie's JSON of a content key."""
     return ContentKey(data["elements"])
 
 
@@ -50,7 +50,10 @@ def _parse_time(timestamp: str | None) -> datetime | None:
 
 
 def parse_commit_meta(data: JsonObject) -> CommitMeta:
-    """Parse a `CommitMeta` object. Keeps the first author and the first value of each property."""
+    """Parse Nessie's JSON of a commit's metadata (`CommitMeta`).
+
+    Keeps the first author and the first value of each property; the author is None if there is none.
+    """
     properties = {name: values[0] for name, values in (data.get("allProperties") or {}).items() if values}
     authors = data.get("authors") or []
     return CommitMeta(
@@ -75,7 +78,10 @@ def _parse_ref_metadata(data: JsonObject) -> ReferenceMetadata:
 
 
 def parse_reference(data: JsonObject) -> Reference:
-    """Parse a `Branch`, `Tag` or `Detached` object."""
+    """Parse Nessie's JSON of a `Branch`, `Tag` or `Detached` reference. A detached one has the name "".
+
+    `metadata` is None unless the request asked for it.
+    """
     metadata = data.get("metadata")
     return Reference(
         type=ReferenceType(data["type"]),
@@ -86,7 +92,7 @@ def parse_reference(data: JsonObject) -> Reference:
 
 
 def parse_content(data: JsonObject) -> Content:
-    """Parse a `Content` object of any type."""
+    """Parse Nessie's JSON of a content: a table, a namespace, or `OtherContent` for any other type."""
     if data["type"] == "ICEBERG_TABLE":
         return IcebergTable(
             content_id=data.get("id"),
@@ -138,7 +144,10 @@ def operation_to_json(operation: Operation) -> dict[str, Any]:
 
 
 def commit_meta_to_json(message: str, properties: Mapping[str, str], author: str | None) -> dict[str, Any]:
-    """Build the `CommitMeta` object that a client sends."""
+    """Return the JSON of a commit's metadata, as a client sends it.
+
+    If `author` is None, the JSON has no author, and the server records its own.
+    """
     return {"message": message, "properties": dict(properties)} | ({"authors": [author]} if author else {})
 
 
@@ -151,14 +160,14 @@ def _parse_operations(items: Iterable[JsonObject]) -> Iterable[Operation]:
 
 
 def parse_log_entry(data: JsonObject) -> LogEntry:
-    """Parse one entry of a `history` answer."""
+    """Parse one commit of a `history` answer. Without operations in the answer, it has ()."""
     return LogEntry(
         parse_commit_meta(data["commitMeta"]), tuple(_parse_operations(data.get("operations") or ()))
     )
 
 
 def parse_entry(data: JsonObject) -> ContentEntry:
-    """Parse one entry of an `entries` answer."""
+    """Parse one key of an `entries` answer. Its content is None unless the request asked for contents."""
     value = data.get("content")
     return ContentEntry(
         parse_key(data["name"]), data["type"], data["contentId"], parse_content(value) if value else None
@@ -166,7 +175,7 @@ def parse_entry(data: JsonObject) -> ContentEntry:
 
 
 def parse_diff_entry(data: JsonObject) -> DiffEntry:
-    """Parse one entry of a `diff` answer."""
+    """Parse one key of a `diff` answer. A side without content is None."""
     before, after = data.get("from"), data.get("to")
     return DiffEntry(
         parse_key(data["key"]),
@@ -176,13 +185,19 @@ def parse_diff_entry(data: JsonObject) -> DiffEntry:
 
 
 def parse_contents_at(data: JsonObject) -> ContentsAt:
-    """Parse a `contents` answer. The result omits keys that do not exist."""
+    """Parse a `contents` answer to the contents by key, and the reference at the hash that was read.
+
+    The result omits keys that do not exist.
+    """
     contents = {parse_key(item["key"]): parse_content(item["content"]) for item in data["contents"]}
     return ContentsAt(parse_reference(data["effectiveReference"]), contents)
 
 
 def parse_conflict(data: JsonObject) -> KeyConflict:
-    """Parse one conflict of an error's details or of a merge result."""
+    """Parse one conflict, from the details of an error or of a merge result.
+
+    Its key is None if the conflict concerns the reference itself.
+    """
     key_json = data.get("key")
     return KeyConflict(
         parse_key(key_json) if key_json else None, data["conflictType"], data.get("message") or ""
@@ -190,7 +205,7 @@ def parse_conflict(data: JsonObject) -> KeyConflict:
 
 
 def parse_merge_result(data: JsonObject) -> MergeResult:
-    """Parse a `merge` answer."""
+    """Parse a `merge` answer. Without a new hash in the answer, `target_hash` is the unchanged one."""
     details = data.get("details") or ()
     return MergeResult(
         applied=data["wasApplied"],
@@ -202,13 +217,13 @@ def parse_merge_result(data: JsonObject) -> MergeResult:
 
 
 def parse_commit_result(data: JsonObject) -> CommitResult:
-    """Parse a `commit` answer."""
+    """Parse a `commit` answer: the new hash of the branch, and the ids of contents that were created."""
     added = data.get("addedContents") or ()
     return CommitResult(data["targetBranch"]["hash"], {parse_key(i["key"]): i["contentId"] for i in added})
 
 
 def parse_server_config(data: JsonObject) -> ServerConfig:
-    """Parse a `config` answer."""
+    """Parse a `config` answer. The spec version is "unknown" if the server does not send it."""
     return ServerConfig(
         default_branch=data["defaultBranch"],
         spec_version=data.get("specVersion") or "unknown",
