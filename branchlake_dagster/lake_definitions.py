@@ -243,7 +243,11 @@ _NO_CHECK = (
 
 
 def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
-    """Return the mistake in an asset's declaration of consumed changes; None if it is correct or missing."""
+    """Return the mistake in an asset's declaration of consumed changes, as a clause or sentence.
+
+    None if the declaration is correct, or if the asset has none. `default_namespace` is the namespace of
+    tables whose declared names have none.
+    """
     node = graph.get(key)
     try:
         declaration = parse_declaration(node.metadata, asset=key.to_user_string())
@@ -318,7 +322,11 @@ def _has_same_windows(
 
 
 def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
-    """Return the mistake if the asset's partitions and its partition columns do not match; None otherwise."""
+    """Return, as a clause, why the asset's partitions and its partition columns do not match.
+
+    None if they match, or if the asset lacks either. `definition` is the asset's partitions definition or
+    None.
+    """
     if not spec.columns_by_dimension or definition is None:
         return None
     columns = spec.columns_by_dimension.keys()

@@ -68,7 +68,11 @@ def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> Nessi
 
 
 def _create_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
-    """Create a client whose requests share a retry budget and a circuit breaker."""
+    """Create a client whose requests share a retry budget and a circuit breaker.
+
+    `uri` is the address of Nessie's API, `token` its bearer token, None without authentication. `verify` says
+    whether TLS certificates are verified, or is the path of a CA bundle.
+    """
     transport = HttpTransport(
         uri, token=token, verify=verify, connect_timeout_s=CONNECT_TIMEOUT_S, read_timeout_s=READ_TIMEOUT_S
     )

@@ -303,7 +303,10 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Mapping[str, Any]) -> Self:
-        """Create the launcher. Dagster calls this with the values of dagster.yaml."""
+        """Create the launcher. Dagster calls this with the launcher's entry in dagster.yaml.
+
+        `inst_data` is the entry itself, `config_value` its validated options, which are empty.
+        """
         return cls(inst_data, **config_value)
 
     def launch_run(self, context: LaunchRunContext) -> None:
