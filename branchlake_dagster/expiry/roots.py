@@ -119,7 +119,7 @@ class PositionCache:
         self._positions: LRUCache[str, tuple[tuple[str, Position], ...]] = LRUCache(_FILES_CACHED)
 
     def get(self, location: str) -> tuple[tuple[str, Position], ...] | None:
-        """Return the positions that the metadata file at `location` records, each with the input table's name.
+        """Return the pairs (input table, position) that the metadata file at `location` records.
 
         Returns () if the file records no positions, and None if the file is not in the cache.
         """
