@@ -276,7 +276,10 @@ class AssessedRun:
     """Whether a publisher had claimed the branch before."""
 
     def to_outcome(self, state: RunState, detail: str, **fields: Any) -> Outcome:
-        """Return an outcome of this run with its verdict. `fields` are further fields of `Outcome`."""
+        """Return the outcome of this run in `state`, with its verdict.
+
+        `detail` explains the state in one clause or sentence. `fields` are further fields of `Outcome`.
+        """
         return Outcome(self.branch.name, self.run.run_id, state, detail, self.verdict, **fields)
 
 

@@ -101,7 +101,12 @@ def validate_column_change(
 
 
 def _iter_required_columns(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
-    """Yield (top-level column, reason) for each column that the table needs, such as for its sort order."""
+    """Yield pairs (top-level column, reason) for each column that the table needs; a column may occur twice.
+
+    It is needed for a partition spec, also a former one, for the current sort order, the identifier fields,
+    the keys of upserts that the snapshots record, or a property such as `write.metadata.metrics.column.a`.
+    `metadata` is the table's metadata.
+    """
     schema = metadata.schema()
     top_level_names = {inner: field.name for field in schema.fields for inner in _iter_field_ids(field)}
     fields = [field for spec in metadata.partition_specs for field in spec.fields]
@@ -130,7 +135,7 @@ def _iter_field_ids(field: Any) -> Iterator[int]:
 
 
 def load_main_table(lake: Lakehouse, change: ColumnChange) -> Table:
-    """Load the table from `main`. Raises TableMissing if it does not exist."""
+    """Load the table that `change` names from `main`. Raises TableMissing if it does not exist."""
     try:
         return lake.catalog(MAIN).load_table(change.identifier)
     except NoSuchTableError as error:

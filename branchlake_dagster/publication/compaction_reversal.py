@@ -76,7 +76,10 @@ def drop_reversed_compactions(steps: Sequence[SnapshotChange]) -> tuple[Snapshot
 
 
 def _mirrored_partitions(compaction: SnapshotChange, reversal: SnapshotChange) -> frozenset[str]:
-    """Return the partitions in which one step added exactly what the other removed, and vice versa."""
+    """Return the partitions in which `reversal` added what `compaction` removed, and vice versa.
+
+    Files are compared by path. Partitions in which `reversal` added no file are omitted.
+    """
     old, new = _paths_by_partition(compaction.removed), _paths_by_partition(compaction.added)
     removed, restored = _paths_by_partition(reversal.removed), _paths_by_partition(reversal.added)
     return frozenset(

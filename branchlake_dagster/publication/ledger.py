@@ -95,7 +95,10 @@ def publication_message(publications: Sequence[Publication]) -> str:
 
 
 def parse_publications(entry: LogEntry) -> list[Publication]:
-    """Return the publications of one commit; none if branchlake did not publish the commit."""
+    """Return the publications that a commit of `main` records, in the order of the batch.
+
+    `entry` need not have its operations. Returns [] if branchlake did not publish the commit.
+    """
     commit_properties = entry.commit.properties
     if LakeProperty.PUBLICATION_ID not in commit_properties:
         return []

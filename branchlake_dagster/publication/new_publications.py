@@ -308,7 +308,7 @@ class ReportCursor:
 
     @classmethod
     def from_json(cls, cursor: str) -> Self:
-        """Parse the result of `to_json`."""
+        """Parse a stored cursor, the result of `to_json`. Raises KeyError or ValueError for other text."""
         data = json.loads(cursor)
         names: Mapping[str, Sequence[str | None]] = data["passed_on"]
         return cls(data["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))

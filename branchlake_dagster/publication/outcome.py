@@ -383,13 +383,19 @@ def _load_row_counts(
 
 
 def _count_reported(tags: Mapping[str, str], run_id: str) -> int:
-    """Return how many partitions an incomplete earlier call has reported, as the run's own tag records."""
+    """Return how many partitions an incomplete earlier call has reported, as the run's own tag records.
+
+    `tags` are the run's tags. Returns 0 if the tag is missing, damaged, or inherited from another run.
+    """
     count = tags.get(RunTag.REPORTED, "") if is_opened_by(tags, run_id) else ""
     return int(count) if count.isdigit() else 0
 
 
 def _build_run_metadata(report: RunReport, main_view: MainView | None) -> dict[str, Any]:
-    """Build the metadata that is reported on each asset of the run and in its log."""
+    """Build the metadata that is reported on each asset of the run and in its log, by name.
+
+    If `main_view` is None, the link to the commit is omitted.
+    """
     verdict = report.verdict
     metadata: dict[str, Any] = {
         EventMetadata.ON_MAIN: MetadataValue.bool(not report.is_revoked),
@@ -442,5 +448,5 @@ def _build_asset_metadata(
 
 
 def _join_words(texts: Sequence[str]) -> str:
-    """Join names as `a`, `a and b` or `a, b and c`."""
+    """Join at least one name as `a`, `a and b` or `a, b and c`."""
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -120,7 +120,12 @@ class Committer:
     def _try_publish(
         self, batch: Sequence[Candidate], keys: list[ContentKey], alive: Callable[[], None]
     ) -> dict[str, Result | Exception] | None:
-        """Plan and commit once. Return None if `main` has changed keys of the plan meanwhile."""
+        """Plan and commit once, and return the results by branch name.
+
+        Returns None if `main` has changed keys of the plan meanwhile: then nothing was committed, and the
+        caller may try again. `keys` are the keys of `_involved_keys`. `alive` is called immediately before
+        the commit is sent, and may raise to stop it. Raises NessieOutcomeUnknown if the commit may exist.
+        """
         main_contents = self._client.contents_at(MAIN, keys)
         plan, results = self._build_plan(batch, main_contents)
         if not plan.accepted:
@@ -297,7 +302,10 @@ class Committer:
 
 
 def _involved_keys(candidates: Iterable[Candidate]) -> list[ContentKey]:
-    """Return all keys that a plan must read: written keys, read keys, leases, and their namespaces."""
+    """Return all content keys that a plan for the candidates must read from `main`, sorted.
+
+    These are the written keys, the read sets of serializable runs, the leases, and the parent of each key.
+    """
     candidate_keys = {
         key
         for candidate in candidates
@@ -316,7 +324,11 @@ class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - n
 
 @lru_cache(maxsize=8)
 def _get_shared_readers(uri: str, log_file: Path) -> tuple[MainLog, SnapshotFiles]:  # noqa: ARG001 - the key
-    """Return the log reader and snapshot cache of a lake that all passes of this process share."""
+    """Return the log reader and snapshot cache of a lake that all passes of this process share.
+
+    `uri` is the address of the lake's Nessie; it is only part of the cache's key. `log_file` is the file in
+    which the log of `main` is cached.
+    """
     return MainLog(file=LogFile(log_file)), SnapshotFiles()
 
 

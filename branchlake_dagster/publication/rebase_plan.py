@@ -456,7 +456,10 @@ def _iter_written_tables(
 
 
 def _has_new_name(candidate: Candidate, table: IcebergTable) -> bool:
-    """Return whether the run renamed the table: its content id is new at another key."""
+    """Return whether the run renamed the table: a key that is new on its branch has the table's content id.
+
+    `table` is the content at the old key, before the run.
+    """
     return any(
         entry.from_content is None
         and isinstance(entry.to_content, IcebergTable)
@@ -466,7 +469,10 @@ def _has_new_name(candidate: Candidate, table: IcebergTable) -> bool:
 
 
 def _is_same_content(content: OtherContent, on_main: Content | None) -> bool:
-    """Check whether `main` holds the same view or function. Its id on `main` may differ."""
+    """Return whether `main` has the same view or function as the run: equal type and equal payload.
+
+    `on_main` is the content of the same key on `main`, or None. The content ids may differ.
+    """
     return isinstance(on_main, OtherContent) and (content.type, content.payload) == (
         on_main.type,
         on_main.payload,
@@ -546,7 +552,11 @@ def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash:
 
 
 def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
-    """Yield the commits since the candidate's base, newest first, at most `_MAX_COMMITS`."""
+    """Yield the commits of `main` since the candidate's base, newest first, with their operations.
+
+    The first one is `main_hash`. Yields at most `_MAX_COMMITS`. Raises ReferenceNotFound if the base is not
+    in the history of `main`.
+    """
     return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
 
 

@@ -168,7 +168,10 @@ class PreparedStates:
         }
 
     def find_outside_merge(self, prepared: PreparedState) -> Published | None:
-        """Find a merge of the state outside branchlake, before its checks ended; None if there is none."""
+        """Find the merge by which a person published the prepared state to `main` before its checks ended.
+
+        None if there is no such merge.
+        """
         return self._committer.find_outside_merge(prepared.hash, base=prepared.main_hash)
 
     def delete(self, name: str) -> None:
@@ -389,7 +392,11 @@ def _answer_all(members: Mapping[Candidate, RunEvidence], answer: RecheckResult)
 
 
 def _list_checks(evidence: Iterable[RunEvidence], prepared: PreparedState) -> tuple[tuple[str, str], ...]:
-    """Return the sorted (asset key, check name) pairs whose check reads all rows of a rebased table."""
+    """Return the checks that read all rows of a rebased table, as sorted pairs (asset key, check name).
+
+    `evidence` is that of the runs whose changes the prepared state contains. Returns () if no check must run
+    again.
+    """
     return tuple(
         sorted(
             {

@@ -172,7 +172,11 @@ class BranchPublisher:
         location: str | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> Self:
-        """Build the object for a lake and its Iceberg tables."""
+        """Build the object for a lake and its Iceberg tables.
+
+        `graph` has the definitions with the checks of each asset. `location` is their code location; if it is
+        None, the runs of all code locations are judged. `now` is the wall clock.
+        """
         publisher = build_publisher(lake)
         return cls(
             lake.nessie,
@@ -199,7 +203,7 @@ class BranchPublisher:
         return self._assessor.assess(ended_run.branch, ended_run.run)
 
     def _send_candidates(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
-        """Send passed runs to the publisher, and return its answers by branch name."""
+        """Send the candidates of passed runs to the publisher; return results or errors by branch name."""
         return self._publisher.publish(candidates)
 
     # -- states that wait for checks -------------------------------------------------------------------
@@ -401,7 +405,12 @@ class Reconciler(BranchPublisher):
         states: Sequence[PreparedState],
         advance: Callable[[PreparedState, Sequence[EndedRun], Reservations], list[Outcome]],
     ) -> Iterator[Outcome]:
-        """Advance the states that wait for checks, then assess the other runs in batches."""
+        """Advance the states that wait for checks, then assess the other runs in batches; yield all outcomes.
+
+        `ended` are the runs to reconcile. `states` are all prepared states; `advance` is called for each that
+        contains one of these runs, and returns the outcomes of its runs (see `_advance_states`). After the
+        deadline of the pass, the runs of the remaining batches get a waiting outcome.
+        """
         reservations = Reservations()
         waiting = {ended_run.branch: ended_run for ended_run in ended}
         yield from self._advance_states(waiting, states, advance, reservations)
@@ -434,7 +443,10 @@ class Reconciler(BranchPublisher):
 
 @contextmanager
 def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Yield `map` or its parallel version. Most time is spent waiting for Nessie and Dagster's database."""
+    """Yield `map`, or a version of it that makes up to `at_once` calls in parallel threads.
+
+    Most of the time of a call is spent waiting for Nessie and Dagster's database.
+    """
     if at_once == 1:
         yield map
         return
@@ -542,7 +554,10 @@ def _abandon(path: Path, handle: IO[bytes], *, now: float) -> None:
 
 
 def _is_current(path: Path, handle: IO[bytes]) -> bool:
-    """Return whether the opened file is still the lock file; False if it was deleted or replaced."""
+    """Return whether the opened file `handle` is still the lock file at `path`.
+
+    False if the lock file was deleted or replaced since it was opened.
+    """
     try:
         return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
     except FileNotFoundError:
@@ -550,7 +565,10 @@ def _is_current(path: Path, handle: IO[bytes]) -> bool:
 
 
 def _read_holder(handle: IO[bytes]) -> _PassHolder | None:
-    """Read the record in a lock file; None if the holder has not written it yet or it is damaged."""
+    """Read the record of the pass that holds the lock from the open lock file `handle`.
+
+    None if the holder has not written it yet, or if it is damaged.
+    """
     handle.seek(0)
     try:
         return _PassHolder(**json.loads(handle.read() or b""))

@@ -208,10 +208,17 @@ class TableFormat(Protocol):
         """
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
-        """Write the metadata file, and return the content for Nessie."""
+        """Write the metadata file of a replayed state, and return the content to commit to Nessie.
+
+        `content_id` is the id of the table's content on `main`; None if the commit creates the table. Nothing
+        is committed.
+        """
 
     def discard(self, staged: StagedState) -> None:
-        """Delete the files that were written for a state that was certainly not committed."""
+        """Delete the files that were written for a state that was certainly not committed.
+
+        Errors of the storage are logged, not raised.
+        """
 
 
 class IcebergTableFormat:
@@ -249,7 +256,11 @@ class IcebergTableFormat:
         *,
         files: bool = True,
     ) -> TableChange:
-        """Load the change between two states. With `files=False`, no manifest is read."""
+        """Load the change of a table between two states, from `before` to `after`.
+
+        If `before` is None, the change starts with the creation of the table. `key` is the table's name. With
+        `files=False`, no manifest is read: the steps have no files, and their mode is UNKNOWN.
+        """
         table = after.table if isinstance(after, StagedState) else self._load_table(key, after)
         read_files = self._files.reader_for(table) if files else None
         return load_table_change(self._load_table(key, before) if before else None, table, read_files)
@@ -402,7 +413,10 @@ class IcebergTableFormat:
             staged.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
-        """Write the metadata file, and return the content for Nessie."""
+        """Write the metadata file of a replayed state, and return the content to commit to Nessie.
+
+        `content_id` is the id of the table's content on `main`; None if the commit creates the table.
+        """
         base = staged.base
         metadata = add_log_entry(staged.table.metadata, base.metadata_location, base.metadata.last_updated_ms)
         version = metadata_version(base.metadata_location) + 1
@@ -415,7 +429,10 @@ class IcebergTableFormat:
         return table_content(content_id, location, metadata)
 
     def discard(self, staged: StagedState) -> None:
-        """Delete the manifests and metadata files of the state. The data files belong to the run."""
+        """Delete the manifests and metadata files that the replay of a state wrote.
+
+        The data files stay, because they belong to the run. Errors of the storage are logged, not raised.
+        """
         delete_existing_files(staged, staged.written_paths)
 
 
@@ -435,7 +452,10 @@ def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpd
 
 
 def delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
-    """Delete the files that exist among `paths`. Errors of the storage are logged, not raised."""
+    """Delete the files that exist among `paths`. Errors of the storage are logged, not raised.
+
+    The files belong to `staged`, whose FileIO is used.
+    """
     for path in paths:
         try:
             staged.base.io.delete(path)

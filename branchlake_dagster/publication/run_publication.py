@@ -202,7 +202,10 @@ def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseReso
 
 
 def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
-    """Run the checks that a rebased state needs, in this process. A failed check raises no error."""
+    """Run the checks that `check_run` lists, as one run in this process that reads the rebased state.
+
+    A failed check raises no error: its result is in the log of that run. `definitions` have the checks.
+    """
     request = check_run.to_run_request()
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])

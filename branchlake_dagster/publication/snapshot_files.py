@@ -60,7 +60,11 @@ _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
 def partition_filter(
     predicate: ReplacedRows, schema: Schema, spec: PartitionSpec
 ) -> Callable[[DataFile], bool]:
-    """Return a function that checks whether a data file's partition can hold rows of the predicate."""
+    """Return a function that checks whether a data file's partition can hold rows of the predicate.
+
+    `schema` is the schema of the table, and `spec` the partition spec with which the checked files were
+    written. Without partition fields, the function always returns True.
+    """
     values = Schema(*spec.partition_type(schema).fields) if spec.fields else None
     if values is None:
         return lambda _: True
@@ -70,7 +74,10 @@ def partition_filter(
 
 
 def bounds_filter(predicate: ReplacedRows, schema: Schema) -> Callable[[DataFile], bool]:
-    """Return a function that checks whether a data file's bounds allow rows of the predicate."""
+    """Return a function that checks whether a data file's bounds allow rows of the predicate.
+
+    `schema` is the schema of the table. The function returns True for a file without reliable bounds.
+    """
     evaluator = ReliableInclusiveEvaluator(schema, to_expression(predicate, schema))
     return lambda file: bool(evaluator.eval(file))
 
@@ -84,7 +91,10 @@ def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
 
 
 def _join_balanced(parts: list[BooleanExpression]) -> BooleanExpression:
-    """Join expressions with OR as a flat tree, because PyIceberg's visitors recurse."""
+    """Join expressions with OR as a tree of small depth, because PyIceberg's visitors recurse.
+
+    Without expressions, the result is always false.
+    """
     if len(parts) < 2:
         return parts[0] if parts else AlwaysFalse()
     middle = len(parts) // 2
@@ -230,13 +240,19 @@ def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
 
 
 def convert_delete_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[DeleteFile]:
-    """Convert PyIceberg's delete files of one table to `DeleteFile` objects, in the same order."""
+    """Convert PyIceberg's delete files of one table to `DeleteFile` objects, in the same order.
+
+    `metadata` is the table's metadata; its current columns and partition specs describe the files.
+    """
     converter = _FileConverter(metadata)
     return [converter.to_delete_file(file) for file in files]
 
 
 def convert_data_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[File]:
-    """Convert PyIceberg's data files of one table to `File` objects, in the same order."""
+    """Convert PyIceberg's data files of one table to `File` objects, in the same order.
+
+    `metadata` is the table's metadata; its current columns and partition specs describe the files.
+    """
     converter = _FileConverter(metadata)
     return [converter.to_data_file(file) for file in files]
 

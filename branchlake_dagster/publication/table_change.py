@@ -444,7 +444,10 @@ def _count_expired(before: TableMetadata, after: TableMetadata) -> int:
 
 
 def _table_properties(metadata: TableMetadata) -> dict[str, str]:
-    """Return the table's properties, without those that Iceberg's Java catalog for Nessie writes."""
+    """Return the table properties in `metadata` that a user or engine set, by name.
+
+    Properties that Iceberg's Java catalog for Nessie writes, which begin with `nessie.`, are omitted.
+    """
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
