@@ -172,7 +172,11 @@ class LakeReader:
         return [sql_name(key) for key in keys]
 
     def _suggest_namespaces(self, table_paths: Iterable[TablePath], state: LakeState) -> str | None:
-        """Return a hint with the full names of tables that a failed query names alone; else None."""
+        """Return a hint with the full names of tables that a failed query names without a namespace.
+
+        `table_paths` are the table names in the query, level by level. Names are compared with the tables at
+        `state`, ignoring case. Returns None if none matches.
+        """
         bare_names = {path[0].lower() for path in table_paths if len(path) == 1}
         all_keys = load_table_keys(self._lake.nessie, state) if bare_names else []
         keys = [key for key in all_keys if key[-1].lower() in bare_names]
