@@ -319,7 +319,11 @@ class HttpSource:
         return min(seconds, self.config.most_retry_after_s)
 
     def _parse_items(self, body: bytes) -> Iterator[tuple[bytes, Any]]:
-        """Yield the items of a page, each as the original bytes and as a value. Raises _InvalidPageError."""
+        """Yield the items of a page, a JSON array: each as its original bytes and as the decoded value.
+
+        `body` is the body of the answer in UTF-8. Raises _InvalidPageError if it is not a JSON array,
+        possibly after some items were yielded.
+        """
         try:
             page_text = body.decode()
             position = _skip_whitespace(page_text, 0)

@@ -143,7 +143,10 @@ class Landing:
         return self.folder / topic
 
     def partition_folder(self, topic: str, partition: int) -> Path:
-        """Return the folder of a partition."""
+        """Return the folder of a partition, whether it exists or not.
+
+        Raises ConfigurationError for a topic's name that Kafka would not accept.
+        """
         return self.topic_folder(topic) / str(partition)
 
     def partitions(self, topic: str) -> list[int]:
@@ -197,7 +200,11 @@ class Landing:
         return LandingFile(path, topic, partition, *span)
 
     def _spans(self, topic: str, partition: int) -> list[tuple[int, int]]:
-        """Return first and last offset of each finished file, in order. Raises LandingDamaged."""
+        """Return the first and the last offset of each finished file of a partition, in order of offsets.
+
+        Returns [] if the partition has no folder. Raises LandingDamaged as `files` does, if several listings
+        in a row show a gap or an overlap.
+        """
         for _ in range(_LISTINGS - 1):
             # A listing is not atomic: files that appear or disappear meanwhile can look like a gap.
             with contextlib.suppress(LandingDamaged):

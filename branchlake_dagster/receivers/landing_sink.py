@@ -260,7 +260,11 @@ class LandingSink:
         return next_offset
 
     def _require_unused(self, recorded_offset: int, source: str) -> None:
-        """Raise LandingDamaged if the files end before `recorded_offset`: offsets would be used again."""
+        """Raise LandingDamaged if the files end before `recorded_offset`: offsets would be used again.
+
+        `recorded_offset` is the next offset by another record of the partition. `source` is the name of that
+        record in the message.
+        """
         if recorded_offset > self._next_offset:
             raise LandingDamaged(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} ends before"

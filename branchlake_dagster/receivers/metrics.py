@@ -108,7 +108,10 @@ def scrape_monitors(monitors: Iterable[str]) -> list[MonitorReport]:
 
 
 def sum_by_topic(reports: Iterable[MonitorReport]) -> dict[str, TopicCounts]:
-    """Sum the counts of all monitors by topic. Monitors without an answer add nothing."""
+    """Return the counts of each topic, summed over the reports of all monitors.
+
+    Monitors without an answer add nothing. Topics that no report names are omitted.
+    """
     sums: dict[str, TopicCounts] = {}
     for report in reports:
         for topic, counts in report.counts.items():

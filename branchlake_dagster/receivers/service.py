@@ -307,7 +307,10 @@ class Receivers:
         ]
 
     async def _watch(self, stop: asyncio.Event, pumps: Sequence[asyncio.Task[None]]) -> None:
-        """Update counts every second. Return when `stop` is set, or when a task has ended."""
+        """Update counts every second. Return when `stop` is set, or when a task has ended.
+
+        The watched tasks are `pumps`, which send records to the sinks, and those of the sources.
+        """
         while not stop.is_set():
             for intake in self.intakes:
                 intake.source.update_counts()

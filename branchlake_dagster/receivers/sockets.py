@@ -34,7 +34,10 @@ class AllowedPeers:
 
     @classmethod
     def from_cidr(cls, cidrs: Iterable[str]) -> AllowedPeers:
-        """Parse CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32. Raises ConfigurationError."""
+        """Parse networks in CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32, or single addresses.
+
+        Without networks, all addresses are accepted. Raises ConfigurationError for other text.
+        """
         parsed_networks = []
         for cidr in cidrs:
             try:
@@ -47,7 +50,10 @@ class AllowedPeers:
         return cls(tuple(parsed_networks))
 
     def permits(self, host: str) -> bool:
-        """Return whether messages from a numeric IP address are accepted."""
+        """Return whether messages from `host` are accepted. Raises ValueError if it is no numeric IP address.
+
+        A scope such as `%eth0` is ignored, and an IPv4 address mapped to IPv6 counts as IPv4.
+        """
         if not self.networks:
             return True
         address = ip_address(host.partition("%")[0])
@@ -113,7 +119,7 @@ class UdpSource:
         return "" if self._socket is None else "{}:{}".format(*self._socket.getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Do nothing, because UDP senders do not repeat messages."""
+        """Do nothing with the state, because UDP senders do not repeat messages."""
 
     async def start(self) -> None:
         """Start to listen. Raises ConfigurationError if the address is not available."""
@@ -205,7 +211,11 @@ class UdpSource:
 
 
 def _request_buffer(udp_socket: socket.socket, size: int) -> None:
-    """Request a receive buffer. Only a privileged process gets more than the kernel's limit."""
+    """Request a receive buffer of `size` bytes from the kernel.
+
+    Only a privileged process gets more than the kernel's limit (``net.core.rmem_max``); others get at most
+    the limit, without an error.
+    """
     try:
         udp_socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
     except OSError:
@@ -213,7 +223,10 @@ def _request_buffer(udp_socket: socket.socket, size: int) -> None:
 
 
 def count_kernel_drops(inode: int, tables: tuple[str, ...] = ("/proc/net/udp", "/proc/net/udp6")) -> int:
-    """Return how many datagrams of the socket with this inode the kernel dropped; 0 if it is unknown."""
+    """Return how many datagrams the kernel has dropped since the socket with this inode was opened.
+
+    `tables` are the files in which Linux lists UDP sockets. Returns 0 if none of them has the socket.
+    """
     for table in tables:
         try:
             lines = Path(table).read_text().splitlines()[1:]
@@ -286,7 +299,7 @@ class TcpSource:
         return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Do nothing, because TCP senders do not repeat messages."""
+        """Do nothing with the state, because TCP senders do not repeat messages."""
 
     async def start(self) -> None:
         """Start to listen. Raises ConfigurationError if the address is not available."""
