@@ -125,7 +125,10 @@ class BranchCommits:
         return None
 
     def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
-        """Return the oldest commit that none of the runs made; None if there is none."""
+        """Return the oldest commit after the base that none of the runs made; None if there is none.
+
+        `read_metadata` is called only for Spark commits that add a snapshot (see `find_objection`).
+        """
         snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
         for entry in reversed(self.entries):
             properties = entry.commit.properties

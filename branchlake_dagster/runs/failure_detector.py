@@ -55,7 +55,11 @@ def is_stale(beat: Heartbeat, now: datetime) -> bool:
 
 
 def judge_by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
-    """Judge each writer by the time of its heartbeat alone: alive, or suspect if the time is stale."""
+    """Judge each writer by the time of its heartbeat alone, and return its liveness by heartbeat.
+
+    A writer is ALIVE, or SUSPECT if the time is stale at `now` (see `is_stale`). Time alone never shows that
+    a writer is dead.
+    """
     return {beat: Liveness.SUSPECT if is_stale(beat, now) else Liveness.ALIVE for beat in beats}
 
 

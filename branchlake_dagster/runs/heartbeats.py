@@ -128,7 +128,10 @@ class HeartbeatStore:
         return f"{self.root}/{quote(branch, safe='')}/{writer}.json"
 
     def write(self, beat: Heartbeat) -> None:
-        """Replace the writer's file. Raises OSError if the storage refuses the write."""
+        """Atomic: replace the file of the writer and branch that `beat` names.
+
+        Readers see the old or the new heartbeat. Raises OSError if the storage refuses the write.
+        """
         path = self._path(beat.branch, beat.writer)
         fields = {k: v for k, v in asdict(beat).items() if k != "text"}
         for name in ("written_at", "started_at"):
@@ -382,7 +385,12 @@ def _is_run_over(has_ended: Callable[[], bool]) -> bool:
 def build_heartbeat(
     branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run", instance: str = ""
 ) -> Heartbeat:
-    """Return the heartbeat of this process, without counter and time, which each beat sets."""
+    """Return the heartbeat of this process for `branch`, under a new unique writer name.
+
+    Each beat sets its counter and time later. `interval_s` is the time between beats in seconds. `kind` says
+    whether the writer executes the run or publishes it. `instance` is the id of the Dagster instance; empty
+    if it is not recorded.
+    """
     return Heartbeat(
         branch,
         new_writer_name(),
@@ -400,7 +408,11 @@ def build_heartbeat(
 def send_heartbeats(
     store: HeartbeatStore, branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run"
 ) -> Iterator[None]:
-    """Send heartbeats for `branch` while the body runs."""
+    """Send heartbeats for `branch` from a thread while the body runs.
+
+    A beat is written every `interval_s` seconds. `kind` says whether this process executes the run or
+    publishes it.
+    """
     thread = HeartbeatThread(store, build_heartbeat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
     thread.start()
     try:

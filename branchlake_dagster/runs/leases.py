@@ -92,7 +92,10 @@ class Lease:
 
 
 def lease_keys(names: Iterable[str]) -> list[ContentKey]:
-    """Return the content keys to load from `main` to read and grant these leases."""
+    """Return the content keys to load from `main` before the leases `names` are read or granted.
+
+    These are the key of each lease, after the key of the namespace that contains them.
+    """
     return [ContentKey([LEASE_NAMESPACE]), *(lease_key(name) for name in names)]
 
 
@@ -260,7 +263,12 @@ class RunLeases:
         )
 
     def _require_base_lease(self, lease: Lease, own_branch: str, location: RunLocation) -> None:
-        """Raise LeaseLost if the lease has changed since the run's base."""
+        """Raise LeaseLost if the lease has changed since the run's base.
+
+        `lease` is its present state on `main`, which this run does not hold. `location` has the hash of the
+        base; if that is empty, the lease must never have been granted. If `own_branch` held the lease at the
+        base, the reason is `silent_too_long`, otherwise `taken_over`.
+        """
         base_lease = Lease(lease.name)
         if location.base_hash:
             base_lease = Lease.from_contents(

@@ -224,7 +224,10 @@ def find_running_step(run_id: str | None = None) -> RunningStep:
 
 @contextlib.contextmanager
 def mark_merge_target(identifier: Identifier) -> Iterator[None]:
-    """Mark the table that the IO manager merges into, so that the merge's own read of it is not recorded."""
+    """Mark the table that the IO manager merges into, so that the merge's own read of it is not recorded.
+
+    `identifier` is (namespace…, table). The mark applies to this thread while the body runs.
+    """
     token = _merge_target.set(tuple(identifier))
     try:
         yield
@@ -274,7 +277,10 @@ class ReadSet:
         return self.step().is_serializable is not False
 
     def report_load(self, identifier: Identifier) -> None:
-        """Report that a table was loaded through the catalog, if reads in this thread are recorded."""
+        """Report that a table was loaded through the catalog, if reads in this thread are recorded.
+
+        `identifier` is (namespace…, table). A table that the step has reported is not reported again.
+        """
         if self.is_recording():
             self.report_scan(PlanReads(frozenset({tuple(identifier)})))
 

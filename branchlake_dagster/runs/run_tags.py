@@ -127,7 +127,12 @@ class RunLocation:
 def build_opening_tags(
     run_id: str, location: RunLocation, inherited_tags: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the tags of a run that has just opened its branch. They overwrite inherited tags."""
+    """Return the tags to add to a run that has just opened its branch at `location`.
+
+    `inherited_tags` are the tags that the run has already; a retry has those of the run that it repeats. Tags
+    that would be wrong for this run are overwritten: with its own value, or with NO_VALUE. A given approval
+    is required again.
+    """
     own_tags = {
         RunTag.BRANCH: location.branch,
         RunTag.BASE_HASH: location.base_hash or NO_VALUE,
