@@ -24,7 +24,11 @@ from branchlake_dagster.wording import format_names, pluralize
 
 
 def format_required_rows(selection: Selection, schema: Schema) -> str:
-    """Return a hint: which rows the frame may have, and that timestamps without time zone are read as UTC."""
+    """Return a sentence that says which rows the frame may have, as a hint for an error.
+
+    For columns of the selection that are timestamps without time zone, it adds that they are read as UTC.
+    `schema` is the table's schema.
+    """
     naive_columns = [
         column_name
         for column_name in selection.column_names()
@@ -63,7 +67,7 @@ def format_selected_rows(selection: Selection) -> str:
 
 
 def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
-    """Return the error for upsert keys that are null or occur twice."""
+    """Return the error for a frame whose upsert keys are null or occur twice. It names the key columns."""
     return UpsertKeyInvalid(
         f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
         table=spec.name,
@@ -109,7 +113,10 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
 
 
 def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
-    """Raise ColumnUnsupported for Python objects. Polars exports them to Arrow as memory addresses."""
+    """Raise ColumnUnsupported if a column of `frame` holds Python objects.
+
+    Polars would export them to Arrow as memory addresses. `table_name` is for the error.
+    """
     if object_columns := [name for name, kind in frame.schema.items() if kind == pl.Object]:
         hold = pluralize(len(object_columns), "holds", "hold")
         raise ColumnUnsupported(
@@ -212,7 +219,11 @@ def _restore_maps(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
 
 
 def _drop_guessed_types(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
-    """Replace the type of columns without values by null, because pandas guesses float or object for them."""
+    """Give the type null to columns without any value whose type is only a guess, as pandas makes.
+
+    A type counts as a guess if it differs from the table's, or if it is a list of nulls in a column that the
+    table lacks. `table_schema` is None if the table does not exist.
+    """
     for i, field in enumerate(frame.schema):
         column = frame.column(i)
         in_table = table_schema is not None and field.name in table_schema.names
@@ -243,7 +254,10 @@ def can_load_type(frame_type: Any) -> bool:
 def require_rows_inside(
     frame: pa.Table, schema: Schema, spec: TableSpec, selection: Selection | None
 ) -> None:
-    """Raise PartitionMismatch if rows are outside the selection. `frame` has the table's columns."""
+    """Raise PartitionMismatch if rows are outside the selection; None allows all rows.
+
+    `frame` has the table's columns and types, `schema` is the table's schema.
+    """
     if selection is not None and (outside_count := count_rows_outside(selection, frame)):
         raise PartitionMismatch(
             f"{outside_count} rows of the frame are outside the run's partitions.",
@@ -265,7 +279,10 @@ def may_have_rows(table: Table) -> bool:
 
 
 def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
-    """Raise UpsertKeyInvalid if an upsert key is null or occurs twice."""
+    """Raise UpsertKeyInvalid if a key of an upsert is null or occurs in two rows of `frame`.
+
+    `spec.keys` are the key columns, which the frame must have.
+    """
     nulls = any(frame[key].null_count for key in spec.keys)
     keys = pa.table({key: to_comparable_column(frame[key]) for key in spec.keys})
     distinct = keys.group_by(list(spec.keys)).aggregate([]).num_rows

@@ -195,7 +195,10 @@ def _window_transform(
 
 
 def _starts_on_utc_days(definition: TimeWindowPartitionsDefinition) -> bool:
-    """Return whether every window starts at midnight UTC."""
+    """Return whether every window of the partitions starts at midnight UTC, in summer and winter.
+
+    False if the cron schedule has windows for every minute or every hour.
+    """
     # croniter returns lists of numbers, or "*" for all numbers.
     minutes, hours = cast("list[list[Any]]", croniter.expand(definition.cron_schedule)[0][:2])
     if "*" in minutes or "*" in hours:

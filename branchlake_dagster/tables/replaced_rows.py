@@ -53,7 +53,11 @@ class StringSet:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The condition that the column with this field id lies between two values of one kind."""
+    """The condition that the column with this field id lies between two values of one kind.
+
+    Times are microseconds and dates are days since 1970; `high` is excluded. Both bounds of strings are
+    included.
+    """
 
     field_id: int
     kind: RangeKind
@@ -94,7 +98,10 @@ def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
 
 
 def _can_both_hold(left: ReplacedCondition, right: ReplacedCondition) -> bool:
-    """Return whether one value could satisfy both conditions. True if they cannot be compared."""
+    """Return whether one value could satisfy both conditions, which are on the same column.
+
+    True if they cannot be compared, because their kinds differ.
+    """
     if isinstance(left, StringSet) and isinstance(right, StringSet):
         return not left.values.isdisjoint(right.values)
     if isinstance(left, StringSet) and isinstance(right, ValueRange):

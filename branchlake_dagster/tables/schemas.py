@@ -101,7 +101,7 @@ def _stored_plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def is_list_type(kind: pa.DataType) -> bool:
-    """Return whether the type is one of Arrow's list types."""
+    """Return whether `kind` is one of Arrow's five list types, such as list, large list or list view."""
     return any(
         test(kind)
         for test in (
@@ -115,7 +115,10 @@ def is_list_type(kind: pa.DataType) -> bool:
 
 
 def _unsupported_type_hint(kind: pa.DataType) -> str | None:
-    """Return how to avoid a type that Iceberg lacks; None if Iceberg has the type."""
+    """Return a sentence on how to avoid the type `kind`, which Iceberg lacks; None if Iceberg has the type.
+
+    The parts of a nested type are not checked.
+    """
     if pa.types.is_duration(kind) or pa.types.is_interval(kind):
         return "Store integers of one unit, such as int64 microseconds, and name the unit in the column."
     if pa.types.is_decimal(kind) and (kind.precision > _MAX_DIGITS or not 0 <= kind.scale <= kind.precision):
@@ -128,7 +131,10 @@ def _unsupported_type_hint(kind: pa.DataType) -> str | None:
 
 
 def is_fully_typed(kind: pa.DataType) -> bool:
-    """Return whether the type is known completely: neither null itself nor null in a part."""
+    """Return whether the stored type `kind` is known completely.
+
+    False if it is null, or if a part of it is null or a struct without fields.
+    """
     if pa.types.is_null(kind):
         return False
     if pa.types.is_list(kind):
@@ -164,7 +170,10 @@ def build_iceberg_type(kind: pa.DataType, *, table_name: str) -> IcebergType:
 
 
 def format_type(kind: pa.DataType, *, table_name: str) -> str:
-    """Format the type as Iceberg prints it, without field ids."""
+    """Format the stored Arrow type `kind` as Iceberg prints it, without field ids.
+
+    A type that is not fully known is printed as Arrow prints it. `table_name` is for errors.
+    """
     return (
         _format_iceberg_type(build_iceberg_type(kind, table_name=table_name))
         if is_fully_typed(kind)
@@ -287,7 +296,11 @@ class _SchemaComparison:
     def _compare_decimals(
         self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
     ) -> Iterator[SchemaChange]:
-        """Widen the precision if needed. Iceberg never changes the scale, so the frame's scale must fit."""
+        """Yield the change that widens the column's precision for the frame's decimals, if that is needed.
+
+        Iceberg never changes the scale. Raises SchemaMismatch if the frame's scale is greater than the
+        table's, or if more than 38 digits would be needed.
+        """
         required_digits = max(
             table_type.precision, frame_type.precision - frame_type.scale + table_type.scale
         )

@@ -226,7 +226,10 @@ def _window_condition(
 
 
 def _is_day_start(moment: datetime) -> bool:
-    """Return whether a calendar day starts here: at midnight, or where the clock skips midnight."""
+    """Return whether a calendar day starts at `moment`: at midnight, or where the clock skips midnight.
+
+    `moment` has the time zone whose days are meant.
+    """
     if moment.hour == moment.minute == moment.second == moment.microsecond == 0:
         return True
     moment_before = (moment.astimezone(UTC) - timedelta(microseconds=1)).astimezone(moment.tzinfo)
@@ -250,7 +253,10 @@ def _join_adjacent_slices(slices: list[Slice]) -> list[Slice]:
 
 
 def _join_ranges(earlier: Condition, later: Condition) -> Condition | None:
-    """Return one range for two ranges of the same column that touch; None if they do not."""
+    """Return one range for two ranges of the same column that touch: `later` starts where `earlier` ends.
+
+    Returns None for other ranges, and for conditions that are not ranges of one kind.
+    """
     if isinstance(earlier, TimeRange) and isinstance(later, TimeRange):
         if (earlier.column, earlier.end) == (later.column, later.start):
             return TimeRange(earlier.column, earlier.start, later.end)
@@ -271,7 +277,11 @@ def _slice_sort_key(part: Slice) -> tuple[str, str, str]:
 
 
 def _bound_literals(condition: TimeRange | DateRange, column_type: IcebergType) -> tuple[str, str]:
-    """Return the bounds of a range as literals for a column of type `column_type`."""
+    """Return start and end of a range as ISO 8601 text, for comparisons with a column of type `column_type`.
+
+    For a timestamp without time zone, it is the wall clock time in UTC. Raises SchemaMismatch if the column
+    is not a date for a range of dates, or not a timestamp for a range of times.
+    """
     if isinstance(condition, DateRange) and isinstance(column_type, DateType):
         return condition.start.isoformat(), condition.end.isoformat()
     if isinstance(condition, TimeRange) and isinstance(column_type, TimestamptzType):
@@ -358,7 +368,11 @@ def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
 
 
 def range_bounds(condition: TimeRange | DateRange, column_type: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
-    """Return start and end of a range as Arrow scalars of type `column_type`."""
+    """Return start and end of a range as Arrow scalars of type `column_type`, to compare with a column.
+
+    The start is included in the range, the end is not. Times for a column without time zone are converted to
+    UTC.
+    """
     bounds: tuple[Any, Any] = (condition.start, condition.end)
     if isinstance(condition, TimeRange) and getattr(column_type, "tz", None) is None:
         bounds = (_to_utc_wall_clock(condition.start), _to_utc_wall_clock(condition.end))

@@ -297,7 +297,7 @@ def inside_assertion(selection: Selection, schema: Schema, is_exempt: str) -> Co
 
 
 def require_key_columns(spec: TableSpec, column_names: list[str]) -> None:
-    """Raise UpsertKeyInvalid if the frame lacks a key column."""
+    """Raise UpsertKeyInvalid if a key column of the spec is not among `column_names`, the frame's columns."""
     missing_keys = [key for key in spec.keys if key not in column_names]
     if missing_keys:
         raise UpsertKeyInvalid(

@@ -137,7 +137,10 @@ class LayoutField:
 
     @classmethod
     def from_declaration(cls, declaration: str) -> LayoutField:
-        """Parse an entry of `table_metadata(layout=…)`. Text that is not a transform is a column name."""
+        """Parse an entry of `table_metadata(layout=…)`, such as `day(at)` or `bucket(16, id)`.
+
+        Text that is not a transform is a column name.
+        """
         transform_match = _TRANSFORM_PATTERN.fullmatch(declaration.strip())
         if transform_match is None:
             return cls(declaration)

@@ -107,7 +107,7 @@ class TableFiles:
         return _read_or_none(location, read_time)
 
     def size(self, location: str) -> int:
-        """Return the size of a file in bytes; 0 if it is missing. Raises FileUnreadable."""
+        """Return the size in bytes of the file at `location`; 0 if it is missing. Raises FileUnreadable."""
         return _read_or_none(location, lambda: len(self.io(location).new_input(location))) or 0
 
     def delete(self, location: str) -> None:
@@ -138,7 +138,10 @@ def _read_manifest_files(io: FileIO, manifest: ManifestFile) -> ManifestFiles:
 
 
 def _read_or_none(location: str, read_file: Callable[[], T]) -> T | None:
-    """Read a file; None if it is missing."""
+    """Return the result of `read_file`, which reads the file at `location`; None if the file is missing.
+
+    Any other error becomes FileUnreadable, which names `location`.
+    """
     try:
         return read_file()
     except FileNotFoundError:
@@ -162,7 +165,11 @@ def table_folders(metadata: TableMetadata) -> tuple[str, ...]:
 
 
 def table_root(location: str) -> str:
-    """Return the root folder of the table that a metadata file belongs to, by the file's path alone."""
+    """Return the root folder of the table that owns the metadata file at `location`.
+
+    The folder has a slash at the end. Only the path is used: the root is the parent of the folder `metadata`,
+    or else the file's own folder.
+    """
     folder = location.rpartition("/")[0]
     return f"{folder.removesuffix('/metadata')}/"
 

@@ -157,7 +157,10 @@ _SPARK_ONLY_PREFIXES = (
 
 
 def find_table_reason(facts: TableFacts) -> SparkReason | None:
-    """Find a reason in the table's metadata why Spark must write this upsert; None if there is none."""
+    """Return the first reason in the facts on the table and the frame why Spark must write this upsert.
+
+    None if there is none. No data file is read for it.
+    """
     unsupported_types = [
         kind
         for transform, kind in facts.partitioned_by
@@ -179,7 +182,10 @@ def find_table_reason(facts: TableFacts) -> SparkReason | None:
 
 
 def find_candidate_reason(facts: CandidateFacts) -> SparkReason | None:
-    """Find a reason in the candidate files why Spark must write this upsert; None if there is none."""
+    """Return the first reason why Spark must write this upsert, in the totals of the candidate files.
+
+    The candidates are the data files that may have one of the keys. None if there is none.
+    """
     return _first_applicable(
         (SparkReason.CANDIDATE_FORMAT, not facts.formats <= {"PARQUET"}),
         (SparkReason.CANDIDATE_BYTES, facts.size_bytes > MAX_CANDIDATE_BYTES),

@@ -79,7 +79,11 @@ def find_candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
 
 
 def _key_filter(name: str, values: pa.ChunkedArray, distinct_count: int) -> BooleanExpression:
-    """Return a predicate that is true for every row with one of the values."""
+    """Return a predicate on the key column `name` that is true for every row with one of `values`.
+
+    It may also be true for other rows: above `_MAX_LISTED_VALUES` distinct values, it is a range, or always
+    true for types without bounds. `distinct_count` is the number of distinct values.
+    """
     if distinct_count <= _MAX_LISTED_VALUES:
         return In(name, set(values.to_pylist()))
     if isinstance(values.type, pa.BaseExtensionType) or pa.types.is_fixed_size_binary(values.type):
@@ -228,7 +232,11 @@ def _plan_from_candidates(
 def _read_other_rows(
     frame: pa.Table, table: Table, spec: TableSpec, matched_files: Sequence[FileScanTask]
 ) -> tuple[pa.Table, ...]:
-    """Return the rows of each file whose keys are not in the frame, in the frame's types."""
+    """Return the rows of each file whose keys are not in the frame, in the frame's types.
+
+    The result has one table for each file. The tables are in the order of `matched_files`. All these rows are
+    in memory.
+    """
     if not matched_files:
         return ()
     parts = _read_files(table, table.schema(), matched_files)
@@ -265,7 +273,10 @@ def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
 
 
 def _concat_parts(parts: Sequence[pa.Table]) -> pa.Table:
-    """Concatenate Arrow tables whose text columns may have different types, as scans return them."""
+    """Concatenate Arrow tables with the same columns.
+
+    The types of text columns may differ, such as text and large text, because scans return both.
+    """
     return pa.concat_tables(parts, promote_options="permissive")
 
 
@@ -309,7 +320,10 @@ def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) ->
 
 
 def _match_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
-    """Return, for each of `rows`, the index of the frame's row with the same key; null if there is none."""
+    """Return, for each of `rows`, the index of the frame's row with the same key; null if there is none.
+
+    `spec.keys` are the key columns, which must be unique in `frame`. Null keys match nothing.
+    """
     keys = _key_columns(frame, spec).with_row_index(_ROW_COLUMN)
     return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
         _ROW_COLUMN
