@@ -33,6 +33,9 @@ def lake_settings() -> Mapping[str, Any]:
 
 @pytest.fixture
 def lake(branchlake_server: ThrowawayServer, lake_settings: Mapping[str, Any]) -> Iterator[ThrowawayLake]:
-    """An empty lake for one test, with its own Dagster instance and the settings of `lake_settings`."""
+    """An empty lake for one test, with its own Dagster instance.
+
+    Override the fixture `lake_settings` to change its settings. The server is shared with other tests.
+    """
     with branchlake_server.lake(**lake_settings) as throwaway:
         yield throwaway

@@ -218,7 +218,10 @@ def _reset_nessie(client: NessieClient) -> None:
 
 
 def _copy_jar_listing(source_dir: Path, state_dir: Path) -> None:
-    """Copy the list of Spark's jars from another state folder, if it exists, so that Ivy need not run."""
+    """Copy the list of Spark's jars from another state folder, if it exists, so that Ivy need not run.
+
+    `source_dir` and `state_dir` are state folders; `state_dir` is new.
+    """
     if (source_dir / _JAR_LISTING).is_file():
         (state_dir / _JAR_LISTING).parent.mkdir(parents=True)
         shutil.copy(source_dir / _JAR_LISTING, state_dir / _JAR_LISTING)
@@ -231,7 +234,11 @@ def _remove_server(folder: Path) -> None:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Stop the servers of test processes that were killed, and remove their folders."""
+    """Stop the servers of test processes that were killed, and remove their folders.
+
+    `parent` is the folder with one folder for each test process. Folders of other users and of running
+    processes stay.
+    """
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another test process removed it first
             owner = ProcessRecord.load(folder / _OWNER_FILE)
