@@ -20,7 +20,7 @@ def format_count(number: int, singular: str, plural: str = "") -> str:
 
 
 def format_names(singular: str, names: Sequence[str]) -> str:
-    """Format names with their noun, whose plural ends in s: `column a`, `columns a, b`."""
+    """Format names with their noun, `singular` or its plural in s: `column a`, `columns a, b`."""
     return f"{pluralize(len(names), singular, f'{singular}s')} {', '.join(names)}"
 
 

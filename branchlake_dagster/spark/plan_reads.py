@@ -300,7 +300,10 @@ def _merge_targets(plan: Plan) -> Iterator[NameParts]:
 
 
 def _catalog_tables(plan: Plan) -> Iterator[NameParts]:
-    """Yield the name of the table that a `spark.catalog` call has as its argument, if it has one."""
+    """Yield the name of the table that a `spark.catalog` call has as its argument, if it has one.
+
+    The name is (level…, table), as the call gives it. Yields nothing for plans of other kinds.
+    """
     if plan.WhichOneof("op_type") == "root" and plan.root.HasField("catalog"):
         catalog_call = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
         field_values = {field.name: value for field, value in catalog_call.ListFields()}

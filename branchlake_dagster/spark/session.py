@@ -214,7 +214,11 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
 
 
 def _secret_names(conf: Mapping[str, str]) -> list[str]:
-    """Return descriptions of the secrets in a session's settings: Nessie's token, and secrets of a user."""
+    """Return a description of each secret in a session's settings: Nessie's token, and secrets of a user.
+
+    `conf` has the values by setting name. A setting is a secret if its name looks like one, whatever its
+    value is. The descriptions do not contain the values.
+    """
     known_names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
     return [known_names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
 
