@@ -199,7 +199,7 @@ def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> se
 
 
 def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
-    """Return the strings of a JSON list in an event's metadata; empty if the metadata does not have it."""
+    """Return the strings of the JSON list `name` in an event's metadata; empty if the metadata lacks it."""
     value = _event_metadata(event).get(name)
     return set() if value is None else set(json.loads(str(value.value)))
 

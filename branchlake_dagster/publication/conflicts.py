@@ -526,7 +526,7 @@ def _has_disjoint_bounds(
 
 
 def _is_outside(run_bounds: Sequence[FileBounds], main_files: Sequence[File], column: str) -> bool:
-    """Return whether the bounds of all these files are known, and none of them meets `run_bounds`."""
+    """Return whether the bounds of `column` in all main files are known, and none meets `run_bounds`."""
     main_bounds = _file_bounds(main_files, column)
     return main_bounds is not None and all(
         main_high < low or high < main_low for low, high in run_bounds for main_low, main_high in main_bounds
@@ -534,7 +534,7 @@ def _is_outside(run_bounds: Sequence[FileBounds], main_files: Sequence[File], co
 
 
 def _file_bounds(files: Sequence[File], column: str) -> list[FileBounds] | None:
-    """Return the bounds of all files; None if one of them is unknown, or without files."""
+    """Return the bounds of `column` in each file; None without files, or if bounds of a file are unknown."""
     all_bounds = [file.bounds(column) for file in files]
     return (
         None

@@ -342,7 +342,10 @@ class MainLog:
             return None
 
     def contains_commit(self, client: NessieClient, commit_hash: str) -> bool:
-        """Return whether the commit is in `main`'s history now."""
+        """Return whether the commit is in the history of `main` now.
+
+        Reads the head of `main`, and the commits that the cache does not have.
+        """
         main_hash = client.reference(MAIN).hash
         try:
             with self._lock:

@@ -196,5 +196,5 @@ def _find_publication(client: NessieClient, run: DagsterRun, branch: str) -> Pub
 
 
 def retry_parked_run(instance: DagsterInstance, run: DagsterRun) -> None:
-    """Reset the attempts of a run, so that the next pass tries it again."""
+    """Reset the attempts of a parked or waiting run, so that the next pass tries to publish it again."""
     instance.add_run_tags(run.run_id, {RunTag.ATTEMPTS: "0", RunTag.NEXT_ATTEMPT: NO_VALUE})

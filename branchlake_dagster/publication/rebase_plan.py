@@ -554,8 +554,8 @@ def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash:
 def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
     """Yield the commits of `main` since the candidate's base, newest first, with their operations.
 
-    The first one is `main_hash`. Yields at most `_MAX_COMMITS`. Raises ReferenceNotFound if the base is not
-    in the history of `main`.
+    `main_hash` is the newest commit to yield. Yields at most `_MAX_COMMITS`. Raises ReferenceNotFound if the
+    history of `main` does not contain the base.
     """
     return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
 

@@ -175,7 +175,10 @@ class PreparedStates:
         return self._committer.find_outside_merge(prepared.hash, base=prepared.main_hash)
 
     def delete(self, name: str) -> None:
-        """Delete the branch of a prepared state, if it exists."""
+        """Delete the branch `name` of a prepared state, if it exists.
+
+        Raises NessieConflict if the branch has just moved.
+        """
         try:
             self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
         except ReferenceNotFound:

@@ -526,6 +526,6 @@ def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
 
 
 def list_live_paths(table: Table) -> set[str]:
-    """Return the paths of the data files in the current snapshot."""
+    """Return the paths of the data files in the table's current snapshot; an empty set for an empty table."""
     files = read_live_files(table.io, table.current_snapshot(), ManifestContent.DATA)
     return {file.file_path for file in files}
