@@ -128,7 +128,10 @@ def _layout_transform(layout_field: LayoutField) -> tuple[AnyTransform, str]:
 
 
 def selects_whole_files(selection: Selection, schema: Schema, specs: Mapping[int, PartitionSpec]) -> bool:
-    """Return whether the specs exclude files with rows both inside and outside of the selection."""
+    """Return whether the specs exclude files with rows both inside and outside of the selection.
+
+    `specs` are all partition specs of the table, by id. `schema` is the table's schema.
+    """
     return all(
         _is_spec_aligned(condition, schema, spec)
         for part in selection.slices
@@ -295,7 +298,11 @@ def split_straddling_files(table: Table, selection: Selection, properties: Mappi
 
 
 def _iter_straddling_files(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
-    """Yield the files that may match the filter, if they may have other rows too or have delete files."""
+    """Yield the files that may have rows inside and outside of `row_filter`, and those with delete files.
+
+    Files that certainly have no matching row are omitted. The statistics of the files decide, without reading
+    rows.
+    """
     for task in table.scan(row_filter=row_filter).plan_files():
         if task.delete_files or not rows_all_match(table.schema(), task.residual, task.file):
             yield task

@@ -353,7 +353,10 @@ def _mismatch_hint(table_type: pa.DataType, frame_type: pa.DataType, widen: bool
 
 
 def table_arrow_schema(schema: Schema, *, table_name: str) -> pa.Schema:
-    """Return a table's columns as stored Arrow types, so that frames can be compared with them."""
+    """Return the columns of a table with the Iceberg schema `schema`, as stored Arrow types.
+
+    So frames can be compared with them. `table_name` is for errors.
+    """
     return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table_name=table_name)
 
 

@@ -306,7 +306,10 @@ def _to_utc_wall_clock(moment: datetime) -> datetime:
 
 
 def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression:
-    """Convert the selection to a PyIceberg row filter."""
+    """Convert the selection to a PyIceberg row filter for a table of `schema`; always false without slices.
+
+    Raises SchemaMismatch if the column of a range is neither a timestamp nor a date as the range needs.
+    """
 
     def condition_filter(condition: Condition) -> BooleanExpression:
         if isinstance(condition, Values):

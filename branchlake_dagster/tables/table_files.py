@@ -175,7 +175,10 @@ def table_root(location: str) -> str:
 
 
 def is_in_folders(path: str, folders: Iterable[str]) -> bool:
-    """Return whether a file lies in one of the folders."""
+    """Return whether a file lies in one of the folders, at any depth.
+
+    Each folder must end with a slash. Different spellings of a location are equal (see `normalize_location`).
+    """
     return any(normalize_location(path).startswith(normalize_location(folder)) for folder in folders)
 
 

@@ -310,7 +310,7 @@ def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> Can
 
 
 def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
-    """Read the columns of each file, in the order of `tasks`."""
+    """Read the given columns of each file, in the order of `tasks`, without the rows that are deleted."""
 
     def read_file(task: FileScanTask) -> pa.Table:
         return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])

@@ -57,7 +57,10 @@ class WorkerTable:
 
     @classmethod
     def from_table(cls, table: Table, settings: Settings) -> WorkerTable:
-        """Describe a table of the lake with these settings, without its snapshots."""
+        """Describe a loaded table for worker processes, without its snapshots.
+
+        `settings` are those of the lake; they have the properties of its storage, which may be secrets.
+        """
         metadata = table.metadata.model_copy(
             update={
                 "current_snapshot_id": None,
