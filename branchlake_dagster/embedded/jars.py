@@ -194,7 +194,7 @@ class Jar:
         return re.sub(r"-[\d.]+(_[\d.]+)?$", "", self.name)
 
     def matches(self, path: Path) -> bool:
-        """Return whether a file of Ivy's cache is this artifact."""
+        """Return whether a file of Ivy's cache is this artifact, by its name and folders. Nothing is read."""
         return path.name.startswith(f"{self.name}-{self.rev}") and self.org in path.parts
 
 

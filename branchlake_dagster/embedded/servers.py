@@ -166,7 +166,10 @@ class EmbeddedServers:
         return {name: records.get(name) for name in (NESSIE, SPARK)}
 
     def find_process(self, name: str) -> ProcessRecord | None:
-        """Return the record of a server whose process runs, whether it answers or not; else None."""
+        """Return the record of the server `name` if its process runs, whether it answers or not; else None.
+
+        Raises LakeMoved if the lake was moved or copied.
+        """
         self._require_location()
         record = ProcessRecord.load(self._record_path(name))
         return record if record and record.is_alive() else None
@@ -192,7 +195,7 @@ class EmbeddedServers:
             yield
 
     def log_path(self, name: str) -> Path:
-        """Return the path of a server's log."""
+        """Return the path of the log of the server `name`, whether it exists or not."""
         return self._root / "logs" / f"{name}.log"
 
     # -- internals -------------------------------------------------------------------------------------
