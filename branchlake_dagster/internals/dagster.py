@@ -164,7 +164,7 @@ def report_planned_again(
 
 
 def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]:
-    """Load the assets that a run intends to materialize, from its log."""
+    """Load the keys of the assets that a run intends to materialize, from its log."""
     logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     events = (entry.dagster_event for entry in logged)
     return {event.asset_key for event in events if event is not None and event.asset_key is not None}
@@ -189,7 +189,10 @@ def asset_graph_of(job: Any) -> AssetGraph:
 def load_closed_backfills(
     instance: DagsterInstance, *, after: datetime, limit: int
 ) -> Sequence[PartitionBackfill]:
-    """Load up to `limit` successful asset backfills that were created after `after`, newest first."""
+    """Load the asset backfills among the newest `limit` successful backfills, newest first.
+
+    Only backfills that were created after `after` count.
+    """
     backfill_filter = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
     return [
         backfill

@@ -109,7 +109,10 @@ def get_session_settings(session: Any, names: Collection[str]) -> dict[str, str 
 
 
 def set_session_settings(session: Any, values: Mapping[str, str]) -> None:
-    """Set settings of a Connect session in their order. Warns as `session.conf.set` does."""
+    """Set settings of a Connect session in the order of `values`, which maps names to values.
+
+    Warns as `session.conf.set` does.
+    """
     session.conf._set_all(dict(values), silent=False)
 
 
