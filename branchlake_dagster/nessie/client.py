@@ -142,7 +142,7 @@ class NessieClient:
         )
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Create a branch at `from_hash`. `from_ref` is any existing branch or tag.
+        """Create a branch at `from_hash`, and return it. `from_ref` is any existing branch or tag.
 
         The server does not check that `from_ref` contains the hash, so a deleted branch can be created again.
         Raises NessieAlreadyExists if the name is in use, even if that reference is already at the hash.
@@ -150,7 +150,7 @@ class NessieClient:
         return self._create(ReferenceType.BRANCH, name, from_ref, from_hash)
 
     def create_tag(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Create a tag at `from_hash`, by the same rules as `create_branch`."""
+        """Create a tag at `from_hash`, by the same rules as `create_branch`, and return it."""
         return self._create(ReferenceType.TAG, name, from_ref, from_hash)
 
     def delete_branch(self, name: str, *, expected_hash: str) -> None:

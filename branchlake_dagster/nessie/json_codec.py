@@ -146,7 +146,7 @@ def operation_to_json(operation: Operation) -> dict[str, Any]:
 def commit_meta_to_json(message: str, properties: Mapping[str, str], author: str | None) -> dict[str, Any]:
     """Return the JSON of a commit's metadata, as a client sends it.
 
-    If `author` is None, the JSON has no author, and the server records its own.
+    If `author` is None, the JSON has no author, and the server decides.
     """
     return {"message": message, "properties": dict(properties)} | ({"authors": [author]} if author else {})
 
