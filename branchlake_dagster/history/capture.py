@@ -108,7 +108,7 @@ def is_first(snapshot: Snapshot) -> bool:
 
 
 def summary_value(snapshot: Snapshot, name: str) -> str | None:
-    """Return an entry of a snapshot's summary, or None if the summary lacks it."""
+    """Return the entry `name` of a snapshot's summary, or None if the summary lacks it."""
     # Compared with None, because the truth value of a summary checks each of its fields.
     return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
 

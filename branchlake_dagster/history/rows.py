@@ -218,7 +218,7 @@ class RowReader:
         return pa.concat_arrays(positions)
 
     def _iter_live_files(self, file_paths: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
-        """Yield the data files with these paths in a snapshot."""
+        """Yield the data files with these paths in a snapshot; none if the metadata lacks the snapshot."""
         snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(file_paths)
         for file in read_live_files(self._table.io, snapshot, ManifestContent.DATA) if paths else ():
             if file.file_path in paths:
