@@ -329,7 +329,11 @@ def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids:
 def iter_materializations(
     instance: DagsterInstance, run_id: str
 ) -> Iterator[tuple[AssetKey, str | None, str | None]]:
-    """Iterate over the assets and partitions that a run materialized, once each, with the step's key."""
+    """Iterate over the assets and partitions that a run materialized, once each.
+
+    Each element is (asset key, partition key, step key). The partition key is None without partitions, the
+    step key for events outside of steps.
+    """
     step_keys: dict[tuple[AssetKey, str | None], str | None] = {}
     cursor: str | None = None
     while True:

@@ -36,7 +36,7 @@ class Heartbeats(Protocol):
         """
 
     def remove(self, branch: str, writer: str) -> None:
-        """Remove the heartbeat of a writer."""
+        """Remove the heartbeat of a writer for one branch. A missing heartbeat is not an error."""
 
 
 class Liveness(StrEnum):

@@ -121,7 +121,7 @@ class HeartbeatStore:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> HeartbeatStore:
-        """Return the heartbeat store of a lake."""
+        """Return the store of the heartbeats in the warehouse that the settings name."""
         return cls(settings.warehouse_uri, settings.file_io_properties())
 
     def _path(self, branch: str, writer: str) -> str:

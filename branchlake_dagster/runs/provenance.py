@@ -261,7 +261,11 @@ class ReadSet:
         client: Callable[[], NessieClient],
         ref: Callable[[], str],
     ) -> ReadSet:
-        """Return a read set that reports to the run's event log."""
+        """Return a read set that reports each read to the event log of `run`.
+
+        `client` returns the Nessie client, and `ref` the reference from which the run reads; they are called
+        when a read is reported.
+        """
 
         def report(message: str, metadata: Mapping[str, MetadataValue[Any]], step: str | None) -> None:
             report_engine_event(instance, message, run, metadata, step_key=step)

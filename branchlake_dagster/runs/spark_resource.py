@@ -131,7 +131,10 @@ class _SharedSessions:
             return session
 
     def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Let the snapshots that user code adds in this session record `step` in their summaries."""
+        """Let the snapshots that user code adds in the session of `key` record `step` in their summaries.
+
+        `step` is the key of the running step. If the session is not open, nothing happens.
+        """
         with self._lock:
             if self._steps.get(key) != step and key in self._open:
                 session, _ = self._open[key]
