@@ -366,7 +366,7 @@ def _to_ms(age: timedelta) -> float:
 
 
 def parse_retention(properties: Mapping[str, str], name: str) -> int | None:
-    """Return a table property of Iceberg's expiry as a number; None unless it is a number above 0."""
+    """Return the table property `name` of Iceberg's expiry as a number; None unless it is above 0."""
     value = properties.get(name, "").strip()
     return int(value) or None if value.isdecimal() else None
 
