@@ -191,7 +191,10 @@ def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tu
 
 
 def _find_bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
-    """Yield a mistake for each metadata key that should be an argument of `table_metadata`."""
+    """Yield (asset key, mistake) for each metadata key that should be an argument of `table_metadata`.
+
+    Only assets with this IO manager are inspected.
+    """
     for key in sorted(graph.materializable_asset_keys):
         if io_manager_key_of(graph, key) != io_manager_key:
             continue

@@ -83,7 +83,7 @@ def _late_commits(table: Table, properties: Mapping[str, str]) -> list[Snapshot]
 
 
 def _newest_first(table: Table) -> list[Snapshot]:
-    """Return the current snapshot and its ancestors, newest first."""
+    """Return the current snapshot and its ancestors, newest first; [] for an empty table."""
     ancestors, _ = ancestors_after(table.metadata)
     return ancestors[::-1]
 

@@ -50,9 +50,10 @@ class AllowedPeers:
         return cls(tuple(parsed_networks))
 
     def permits(self, host: str) -> bool:
-        """Return whether messages from `host` are accepted. Raises ValueError if it is no numeric IP address.
+        """Return whether messages from the numeric IP address `host` are accepted.
 
-        A scope such as `%eth0` is ignored, and an IPv4 address mapped to IPv6 counts as IPv4.
+        A scope such as `%eth0` is ignored, and an IPv4 address mapped to IPv6 counts as IPv4. Raises
+        ValueError for other text, unless all addresses are accepted.
         """
         if not self.networks:
             return True
