@@ -278,11 +278,11 @@ class EmbeddedServers:
         return {name: self._wait_until_ready(record) for name, record in started_records.items()}
 
     def _choose_port(self, name: str, wanted: int, starting_names: tuple[str, ...]) -> int:
-        """Return the port of the server `name`.
+        """Return the port for the server `name`.
 
         If the server is among `starting_names`, the port is free: `wanted` or, if that is 0, preferably the
-        last one. Otherwise it is the port in the record of the running server, or `wanted` without a record.
-        Raises ConfigurationError and OSError.
+        last port of the server. Otherwise, the server runs already, and the port in its record is returned;
+        without a record, `wanted` is returned. Raises ConfigurationError and OSError.
         """
         if name not in starting_names:
             last_record = ProcessRecord.load(self._record_path(name))

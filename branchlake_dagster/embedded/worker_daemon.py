@@ -88,7 +88,10 @@ def _become_ordinary(error: Exception) -> NoReturn:
 
 
 def _connect_warm(folder: Path) -> socket.socket:
-    """Connect to the warm process with its socket in `folder`; start it if it does not run. Raises OSError."""
+    """Connect to the warm process by its socket in `folder`; start it if it does not run.
+
+    Raises OSError.
+    """
     with file_lock(folder / _LOCK):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connect_socket(folder)

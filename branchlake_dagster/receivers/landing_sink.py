@@ -262,8 +262,7 @@ class LandingSink:
     def _require_unused(self, recorded_offset: int, source: str) -> None:
         """Raise LandingDamaged if the files end before `recorded_offset`: offsets would be used again.
 
-        `recorded_offset` is the next offset by another record of the partition. `source` is the name of that
-        record in the message.
+        `recorded_offset` is the partition's next offset according to `source`, the name of another record.
         """
         if recorded_offset > self._next_offset:
             raise LandingDamaged(

@@ -265,9 +265,9 @@ class RunLeases:
     def _require_base_lease(self, lease: Lease, own_branch: str, location: RunLocation) -> None:
         """Raise LeaseLost if the lease has changed since the run's base.
 
-        `lease` is its present state on `main`, which this run does not hold. `location` has the hash of the
-        base; if that is empty, the lease must never have been granted. If `own_branch` held the lease at the
-        base, the reason is `silent_too_long`, otherwise `taken_over`.
+        `lease` is the lease on `main` now, which this run does not hold. `location` has the hash of the base;
+        if that is empty, the lease must never have been granted. If `own_branch` held the lease at the base,
+        the reason is `silent_too_long`, otherwise `taken_over`.
         """
         base_lease = Lease(lease.name)
         if location.base_hash:
