@@ -178,7 +178,9 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> NessieCatalog:
         """Create a catalog on `ref` that shares the connections of `client`, and does not close them.
 
-        `on_load` is called with the identifier of each table before `load_table` returns it.
+        `on_load` is called with the identifier of each table before `load_table` returns it. `warehouse` is
+        the location for tables of namespaces without a location of their own. `properties` are PyIceberg's
+        catalog properties.
         """
         all_properties = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
         return cls(name, client, on_load, **all_properties)
@@ -281,7 +283,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """Plan a new table in memory, for `create_table` and `create_table_transaction`.
 
         Nothing is committed, and no metadata file is written. Only the folders that the table's files will
-        have are recorded in the warehouse (see `record_prefixes`).
+        have are recorded in the warehouse (see `record_prefixes`). The arguments are those of `create_table`.
         """
         key = self._key(identifier)
         namespace_key(key.parent)
@@ -314,7 +316,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> CreateTableTransaction:
         """Return a transaction that creates a table and writes to it, all in one commit.
 
-        Raises TableAlreadyExistsError or NoSuchNamespaceError, here or when the transaction is committed.
+        The arguments are those of `create_table`. Raises TableAlreadyExistsError or NoSuchNamespaceError,
+        here or when the transaction is committed.
         """
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
@@ -536,7 +539,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def rename_table(self, from_identifier: str | Identifier, to_identifier: str | Identifier) -> Table:
         """Rename a table in one commit, and load it. Its content id and files stay the same.
 
-        Raises NoSuchTableError, NoSuchNamespaceError or TableAlreadyExistsError.
+        The namespace of the new name must exist. Raises NoSuchTableError, NoSuchNamespaceError or
+        TableAlreadyExistsError.
         """
         source, target = self._key(from_identifier), self._key(to_identifier)
         namespace = namespace_key(target.parent)

@@ -214,8 +214,8 @@ class ReferenceStore:
         If `plan` returns no operations, nothing is committed. If one of the keys changes in between, all is
         repeated from the new state. So a lost race ends in the error that `plan` raises for it, such as
         "already exists". `cached_state` is a state from `get_cached`, with which the first attempt is made.
-        Raises CommitFailedException if the keys keep changing, CommitStateUnknownException if the outcome of
-        a commit is unknown, and ReadOnlyReference.
+        `message` is the message of the commit. Raises CommitFailedException if the keys keep changing,
+        CommitStateUnknownException if the outcome of a commit is unknown, and ReadOnlyReference.
         """
 
         def states() -> Iterator[ContentsAt]:
@@ -295,9 +295,9 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     def create_namespace(self, namespace: str | Identifier, properties: Properties = EMPTY_DICT) -> None:
         """Create a namespace, and its missing parents in the same commit.
 
-        PyIceberg's other catalogs do not require parents; Nessie requires each of them. Raises
-        NamespaceAlreadyExistsError, also if a table has that name, and NoSuchNamespaceError if a parent is a
-        table.
+        PyIceberg's other catalogs do not require parents; Nessie requires each of them. The values of
+        `properties` are stored as strings. Raises NamespaceAlreadyExistsError, also if a table has that name,
+        and NoSuchNamespaceError if a parent is a table.
         """
         key = namespace_key(namespace)
         values = _to_string_properties(properties)
@@ -354,7 +354,8 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     ) -> PropertiesUpdateSummary:
         """Remove and set properties in one commit. Returns the names that were removed, updated and missing.
 
-        Raises ValueError if a name is in both arguments, and NoSuchNamespaceError.
+        `removals` are names of properties to remove; missing ones are reported, not raised. Raises ValueError
+        if a name is in both arguments, and NoSuchNamespaceError.
         """
         key = namespace_key(namespace)
         values = _to_string_properties(updates)
