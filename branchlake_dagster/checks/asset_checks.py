@@ -213,7 +213,9 @@ def build_check_specs(
 ) -> list[dg.AssetCheckSpec]:
     """Return one non-blocking check spec for each name in `promises`, which maps names to descriptions.
 
-    The description of a spec also says what happens if the check fails.
+    The description of a spec also says what happens if the check fails. `partitions_def` is the partitions
+    definition of a check that covers one partition; None for a check of the whole table. Checks in
+    `warn_names` have the severity WARN.
 
     The specs are never `blocking`: the gate is at publication, and a failed check must not stop the other
     steps of the run, whose results the gate needs. Dagster's page calls such a check non-blocking, which

@@ -58,6 +58,7 @@ def build_check_result(
     If known, it has `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0 to 1), `examples`
     (a table of at most 12 columns), `note`, and `branchlake/failing_partitions` (a table of at most 5
     partitions). With a proof it has `branchlake/proved_by` and the numbers of inspected files and rows.
+    `evaluation` says how the check was evaluated, and `branch` is the branch of the rows, None if unknown.
     """
     metadata: dict[str, dg.MetadataValue] = {
         "constraint": dg.MetadataValue.text(description),
@@ -156,7 +157,8 @@ def build_check_step(
     """Build an asset check definition `name` that evaluates all checks in `specs` in one step.
 
     If checks cannot be evaluated, the step raises CheckFailedToRun at its end, after it has yielded the
-    results of the others.
+    results of the others. `key` is the checked asset. `declarations` are the declared checks that the specs
+    belong to. `kind` is the label that Dagster shows on the step.
     """
 
     @dg.multi_asset_check(

@@ -286,7 +286,8 @@ def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int
     """Return a frame of one row, as `_failing_examples` does, with up to `examples` repeated keys.
 
     These keys are the smallest of each of `examples` hash buckets. So memory is bounded, the result is the
-    same every time, and the grouping, which shuffles the key columns, runs once.
+    same every time, and the grouping, which shuffles the key columns, runs once. `part` is the value of the
+    column `part`, by which the caller recognizes the constraint.
     """
     schema = rows.schema
     groups = rows.groupBy(*[quote_column(column) for column in key.columns]).agg(
@@ -309,7 +310,8 @@ def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[Dat
     """Return two frames of `(part, first, flags, cells)`, to be united with those of other constraints.
 
     The first frame has one row, whose `first` is one failing row per rule. The second is a sample of failing
-    rows, with the flags of the rules that each violates.
+    rows, with the flags of the rules that each violates. `flagged` has the rows with one flag column for each
+    of `rules` rules. The sample has at most `examples` rows per rule.
     """
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
     first = flagged.agg(

@@ -333,7 +333,8 @@ def _count_in_one_job(
 ) -> None:
     """Count the failing rows of all `countable` constraints, and record the outcomes in `verdicts`.
 
-    Loads examples and partitions of failing rows for those that fail.
+    Loads examples and partitions of failing rows for those that fail. `view` is the temporary view of the
+    rows for SQL checks. `collect` runs a Spark query and returns its rows.
     """
     frame = rows.frame
     uses_view = any(
@@ -405,7 +406,8 @@ def _load_examples(
 ) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
     """Return example rows of failing constraints by name, and by name a note if they cannot be loaded.
 
-    An error here does not change the verdicts.
+    An error here does not change the verdicts. `view` is the temporary view of the rows for SQL checks.
+    `collect` runs a Spark query and returns its rows.
     """
     examples_by_name: dict[str, tuple[Example, ...]] = {}
     notes: dict[str, str] = {}
@@ -436,7 +438,8 @@ def _load_failing_partitions(
 ) -> dict[str, FailingPartitions]:
     """Return the partitions of the failing rows by constraint name.
 
-    An error here only omits them; it does not change the verdicts.
+    An error here only omits them; it does not change the verdicts. `view` is the temporary view of the rows
+    for SQL checks. `collect` runs a Spark query and returns its rows.
     """
     if rows.partitions is None:
         return {}
