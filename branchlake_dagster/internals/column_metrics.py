@@ -95,7 +95,7 @@ class ReliableMetrics:
     def for_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
         """Return the metrics without the bounds of columns that may have nulls or NaN.
 
-        Rows with null or NaN are outside any bounds.
+        Rows with null or NaN are outside any bounds. `fields` are the columns whose bounds may stay.
         """
         complete_ids = {column.field_id for column in fields if self._has_values_only(column)}
         return replace(
@@ -360,7 +360,8 @@ def _with_sort_order(file: DataFile) -> DataFile:
 def _safe_upper_bound(value: str, trunc_length: int | None) -> str | None:
     """Truncate an upper bound as PyIceberg does; None if the result is not valid text.
 
-    The successor of U+D7FF is a surrogate, which has no UTF-8.
+    The successor of U+D7FF is a surrogate, which has no UTF-8. `trunc_length` is the number of characters to
+    keep; None keeps all.
     """
     bound = _plain_upper_bound(value, trunc_length)
     try:

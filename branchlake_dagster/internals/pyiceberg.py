@@ -457,7 +457,8 @@ def commit_files(
     If the table has changed meanwhile, nothing is committed, and CommitFailedException is raised. PyIceberg's
     own producers would repeat the commit then, and do not compare an append with the new changes. Manifests
     are merged as by Iceberg's Java library: if there are at least `commit.manifest.min-count-to-merge`,
-    unless `commit.manifest-merge.enabled` is false.
+    unless `commit.manifest-merge.enabled` is false. `properties` are the properties of the snapshot's
+    summary.
     """
     transaction, removed_files = open_transaction(table), list(removed)
     operation = Operation.OVERWRITE if removed_files else Operation.APPEND
