@@ -134,7 +134,8 @@ class NessieClient:
     ) -> Iterator[Reference]:
         """Yield all branches and tags. `filter` is a CEL expression on `ref` and `refMeta`.
 
-        `fetch_metadata` adds a comparison of each with the default branch.
+        `fetch_metadata` adds a comparison of each with the default branch. `page_size` is the most references
+        in one answer of the server; all pages are read.
         """
         params = _drop_none(filter=filter, fetch="ALL" if fetch_metadata else None)
         return paging.iter_items(
@@ -249,7 +250,8 @@ class NessieClient:
     ) -> Iterator[ContentEntry]:
         """Yield the entries of all keys at `ref`, read at one hash. `filter` is a CEL expression on `entry`.
 
-        `fetch_content` adds the contents.
+        `fetch_content` adds the contents. `page_size` is the most entries in one answer of the server; all
+        pages are read.
         """
         params = _drop_none(filter=filter, content="true" if fetch_content else None)
 
@@ -275,7 +277,8 @@ class NessieClient:
 
         `limit` is the largest number of commits. `since` is the hash of a commit in the history of `ref`:
         only later commits are read. If that history does not contain `since`, the iterator raises
-        ReferenceNotFound when it reaches the end of the history.
+        ReferenceNotFound when it reaches the end of the history. With `fetch_operations`, each commit has its
+        operations. `page_size` is the most commits in one answer of the server.
 
         Without `since`, the server applies a filter to the whole history, unless `limit` commits match
         earlier. The whole call fails if the filter fails on one commit, for example because that commit lacks
@@ -327,7 +330,8 @@ class NessieClient:
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
         """Yield the keys whose content differs between two references, with both contents.
 
-        Each reference is read at one hash.
+        Each reference is read at one hash. `page_size` is the most keys in one answer of the server; all
+        pages are read.
         """
         return paging.iter_items(self._diff(from_ref, to_ref, page_size))
 
