@@ -494,7 +494,8 @@ class Assessor:
     ) -> str | None:
         """Return why the branch contains more or less than its runs wrote, as a clause; None if it does not.
 
-        Costs one request to Nessie, and reads of metadata files only for commits by Spark.
+        Costs one request to Nessie, and reads of metadata files only for commits by Spark. `changes` are the
+        differences between the base and the branch. `runs` are the runs that worked on the branch.
         """
         entries: list[LogEntry] = []
         if branch.hash != base_hash:

@@ -395,6 +395,7 @@ def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: T
 
     Returns None if there is no such file. The run's replacement of such a file would bring the deleted rows
     back. Every delete file since the base applies to these files, regardless of other changes of the table.
+    `own_paths` are the paths of files that the run itself added.
     """
     removed_files = [file for file in step.removed if file.path not in own_paths]
     for main_step in main_change.steps:

@@ -238,7 +238,8 @@ class Committer:
     ) -> Published | Refused | NeedsChecks | Exception | None:
         """Add a candidate to a plan; return None, or the reason or error because of which it was not added.
 
-        Raises only errors of Nessie, because these concern all candidates.
+        `checked` is true if the plan is for a state whose checks run again. Raises only errors of Nessie,
+        because these concern all candidates.
         """
         try:
             with wrap_file_errors(candidate):
@@ -274,8 +275,8 @@ class Committer:
         """Commit the plan to `branch` and return the commit's hash; None if a key of the plan has changed.
 
         `alive` is called after the files of the plan are written, immediately before the request, and may
-        raise. Raises NessieOutcomeUnknown if the commit may exist; the plan's files are kept then. After
-        None or any other error they are deleted.
+        raise. `extra_properties` are added to the properties of the commit. Raises NessieOutcomeUnknown if
+        the commit may exist; the plan's files are kept then. After None or any other error they are deleted.
         """
         entries = [candidate.to_publication() for candidate in plan.accepted]
         with wrap_file_errors(next(iter(plan.accepted))):

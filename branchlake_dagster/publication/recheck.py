@@ -366,7 +366,8 @@ class Recheck:
     ) -> dict[str, RecheckResult]:
         """Refuse the only member, or prepare the older half of several members alone.
 
-        The other members wait, and are prepared after them.
+        The other members wait, and are prepared after them. `why` is the reason of the refusal. Returns the
+        results by branch name.
         """
         self._states.delete(prepared.branch)
         if len(members) == 1:
