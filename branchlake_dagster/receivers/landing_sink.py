@@ -118,10 +118,11 @@ class LandingSink:
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:
         """Write one file. Its records are durable when this returns.
 
+        `dropped` is the number of records that the receiver has dropped so far; it is logged with the file.
+
         Raises:
             NotHandedOver: Nothing was written, for example because the disk is full.
             NotConfirmed: The file was written, but may not survive a power cut.
-
         """
         first, last = self._next_offset, self._next_offset + len(records) - 1
         name = file_name(first, last)
