@@ -291,7 +291,8 @@ def format_failure(reason: str, next_step: str = "") -> str:
 def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
     """Mark a succeeded but unpublished run as failed in Dagster, with `reason`. Idempotent.
 
-    Runs that did not succeed, or that Dagster does not have, are not changed.
+    Runs that did not succeed, or that Dagster does not have, are not changed. `next_step` is a sentence that
+    recommends an action; empty if there is none.
     """
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:

@@ -74,7 +74,8 @@ def watch_suspects(
 
     A writer is alive if its file changes, and dead if its file stays unchanged for three of its intervals and
     through six readings. A writer whose file disappears is omitted from the result, because it ended
-    normally. Raises HeartbeatsUnreadable. Cost: the call waits up to three of the longest interval.
+    normally. `store` reads the heartbeats. `monotonic` is a clock in seconds, and `sleep` waits for a number
+    of seconds. Raises HeartbeatsUnreadable. Cost: the call waits up to three of the longest interval.
     """
     verdicts: dict[Heartbeat, Liveness] = {}
     undecided = set(suspects)

@@ -64,7 +64,8 @@ def build_snapshot_properties(
     """Return the entries that a write adds to a snapshot's summary, all with the prefix `branchlake.`.
 
     `step` and `attempt` (from 1) distinguish the attempts of one step. `replaced` is the JSON record of the
-    replaced rows (`replaced_rows.to_json`).
+    replaced rows (`replaced_rows.to_json`). `run` is the run's branch; None outside of a run. `partitions`
+    are the written partition keys, empty without partitions.
     """
     partition_text = ",".join(partitions[:_MAX_LISTED]) + (
         f",… {len(partitions)} in all" if len(partitions) > _MAX_LISTED else ""
