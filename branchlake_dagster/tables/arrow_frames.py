@@ -304,7 +304,9 @@ def write_frame(
     """Write a frame by the spec's write mode in one commit. Afterwards `table` has the new state.
 
     `frame` has the table's columns. An upsert is written as an append, so the caller must ensure that the
-    table has no rows. Raises PartitionMismatch and UpsertKeyInvalid before anything is written.
+    table has no rows. `selection` has the rows that the write may replace; None means the whole table.
+    `properties` are the properties of the snapshot's summary. Raises PartitionMismatch and UpsertKeyInvalid
+    before anything is written.
     """
     require_rows_inside(frame, table.schema(), spec, selection)
     if spec.write_mode == "upsert":

@@ -317,7 +317,8 @@ def _write_file_parts(
 ) -> Iterator[DataFile]:
     """Write the rows of a file to several new files, so that each has rows of one side of the selection.
 
-    The bounds of a new file do not reach across a border of the selection. Yields the new files.
+    The bounds of a new file do not reach across a border of the selection. Yields the new files. `commit_id`
+    and `file_numbers` make the names of the new files unique.
     """
     rows = ArrowScan(
         table_metadata=table.metadata, io=table.io, projected_schema=table.schema(), row_filter=AlwaysTrue()

@@ -393,7 +393,7 @@ def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_na
     """Raise ColumnsFrozen if a frame of `frame_schema` would change the table's columns.
 
     A new column that is null in all rows counts too. `evolve_table` would omit the column, and its first
-    value would then fail a later run.
+    value would then fail a later run. `widen` says whether types may be widened, such as int to long.
     """
     table_schema = table_arrow_schema(table.schema(), table_name=table_name)
     paths = [
@@ -420,7 +420,8 @@ def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_na
 def evolve_table(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> Table:
     """Change the table's schema so that it can store a frame of `frame_schema`, and return the table.
 
-    Raises SchemaMismatch or ColumnUnsupported, which name the column, if only a lossy change would do.
+    `widen` says whether types may be widened, such as int to long; otherwise only columns are added. Raises
+    SchemaMismatch or ColumnUnsupported, which name the column, if only a lossy change would do.
     """
     schema_changes = plan_schema_changes(
         table_arrow_schema(table.schema(), table_name=table_name),

@@ -83,8 +83,10 @@ def write_spark_frame(
 ) -> None:
     """Write `frame` by the spec's write mode to the table, in one Spark job.
 
-    Raises PartitionMismatch and UpsertKeyInvalid. Some rows may already be written then, but only to the
-    run's branch, which will not be published.
+    `schema` is the table's schema. `selection` has the rows that the write may replace; None means the whole
+    table. `properties` are the properties of the snapshot's summary. Raises PartitionMismatch and
+    UpsertKeyInvalid. Some rows may already be written then, but only to the run's branch, which will not be
+    published.
     """
     column_names = {field.name for field in schema.fields}
     # A column that is null in all rows has no type, and the table may not have that column yet.

@@ -255,7 +255,8 @@ def _read_other_rows(
 def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     """Write a planned upsert in one commit, and return the table with its new state.
 
-    Without rows to write, the table is returned unchanged.
+    Without rows to write, the table is returned unchanged. `properties` are the properties of the snapshot's
+    summary.
 
     Atomic: all rows are written, or none. The matched files are removed. Their other rows are written again
     together with the frame's rows, in one file per partition, or more above the table's target file size.
