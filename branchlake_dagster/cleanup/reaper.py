@@ -514,7 +514,8 @@ class Reaper:
         """Mark a run as failed in Dagster if all its writers are dead, and remove their heartbeats.
 
         A publisher inside the run counts as a writer. If it had claimed the branch, the branch remains. After
-        the end of the run, the next publisher finds out whether `main` has the branch.
+        the end of the run, the next publisher finds out whether `main` has the branch. `ended_branches` are
+        the names of the branches that this pass has ended.
         """
         dead = view.dead_heartbeats(branch)
         if not dead or self._heartbeats is None:

@@ -204,7 +204,8 @@ def keep_port(wanted: int, path: Path, *, setting: str) -> int:
     """Choose a server's port like `choose_port`, but prefer the port that is stored at `path`.
 
     So addresses that users have copied stay valid. If `wanted` is 0, the stored port is used if it becomes
-    free within a second. The chosen port is stored. Raises ConfigurationError and OSError.
+    free within a second. The chosen port is stored. `setting` is the setting of the port, for the error
+    message. Raises ConfigurationError and OSError.
     """
     stored_port = 0 if wanted else _load_port(path)
     # The kernel needs some milliseconds to close the socket of a killed process.

@@ -307,7 +307,7 @@ class RootsReader:
 
         If a table was empty at the commit, its base is the oldest snapshot of its chain. Tables that the
         commit does not have are omitted: they were created later, perhaps after an older table of the same
-        name was dropped.
+        name was dropped. `holder` is the name of the branch or rule that needs the snapshots.
         """
         by_key = {table.key: table for table in tables}
         snapshot_ids: dict[ContentKey, int] = {}
@@ -330,7 +330,8 @@ class RootsReader:
         """Add to `bases`, for each table, the newest snapshot that `main` and the tagged state share.
 
         For a table that the run changed, the tagged metadata file is read. If this file is missing or
-        damaged, the table is skipped, because the run cannot be published any more.
+        damaged, the table is skipped, because the run cannot be published any more. `ancestor_ids` has the
+        ids of each table's snapshots on `main`.
         """
         by_key = {table.key: table for table in tables}
         for key, content in self._client.contents(f"@{tag.hash}", sorted(by_key)).items():
