@@ -14,7 +14,7 @@ from itertools import pairwise
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
+from pyiceberg.expressions import AlwaysFalse, AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import Column, DataFrame, SparkSession, Window
@@ -313,15 +313,20 @@ def _other_keys_error(
 def match_any_key(keys: pa.Table) -> BooleanExpression:
     """Return a condition that matches the rows with one of the keys. Null equals null.
 
-    `keys` has a row for each key, at least one, and the names of the table's key columns.
+    `keys` has a row for each key, and the names of the table's key columns. Without keys the condition is
+    always false.
     """
     names = keys.column_names
     if len(names) == 1:
         values = keys[names[0]]
         present = tuple(pc.unique(values.drop_null()).to_pylist())
         conditions: list[BooleanExpression] = [In(names[0], present)] if present else []
-        return _build_or_expression(conditions + ([IsNull(names[0])] if values.null_count else []))
-    return _build_or_expression([_match_key(row) for row in keys.to_pylist()])
+        conditions += [IsNull(names[0])] if values.null_count else []
+    else:
+        conditions = [_match_key(row) for row in keys.to_pylist()]
+    return Or(
+        AlwaysFalse(), AlwaysFalse(), *conditions
+    )  # a balanced tree, because PyIceberg's visitors recurse
 
 
 def _match_key(row: Mapping[str, object]) -> BooleanExpression:
@@ -330,14 +335,6 @@ def _match_key(row: Mapping[str, object]) -> BooleanExpression:
     for part in parts:
         condition = And(condition, part)
     return condition
-
-
-def _build_or_expression(parts: Sequence[BooleanExpression]) -> BooleanExpression:
-    """Combine conditions, at least one, by OR in a balanced tree, because PyIceberg's visitors recurse."""
-    if len(parts) < 2:
-        return parts[0]
-    middle = len(parts) // 2
-    return Or(_build_or_expression(parts[:middle]), _build_or_expression(parts[middle:]))
 
 
 def replace_by_spark(

@@ -87,18 +87,8 @@ def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
 
     A condition on a column that was dropped, or has another type now, is always true in the expression.
     """
-    return _join_balanced([_slice_expression(conditions, schema) for conditions in predicate.slices])
-
-
-def _join_balanced(parts: list[BooleanExpression]) -> BooleanExpression:
-    """Join expressions with OR as a tree of small depth, because PyIceberg's visitors recurse.
-
-    Without expressions, the result is always false.
-    """
-    if len(parts) < 2:
-        return parts[0] if parts else AlwaysFalse()
-    middle = len(parts) // 2
-    return Or(_join_balanced(parts[:middle]), _join_balanced(parts[middle:]))
+    slices = [_slice_expression(conditions, schema) for conditions in predicate.slices]
+    return Or(AlwaysFalse(), AlwaysFalse(), *slices)  # a balanced tree, because PyIceberg's visitors recurse
 
 
 def _slice_expression(conditions: ReplacedSlice, schema: Schema) -> BooleanExpression:

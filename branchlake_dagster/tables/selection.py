@@ -318,7 +318,8 @@ def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression
         return And(GreaterThanOrEqual(condition.column, start), LessThan(condition.column, end))
 
     slices = [reduce(And, map(condition_filter, part)) for part in selection.slices]
-    return reduce(Or, slices) if slices else AlwaysFalse()
+    # Many operands give a balanced tree. A chain of a thousand would exceed Python's limit of recursion.
+    return Or(AlwaysFalse(), AlwaysFalse(), *slices)
 
 
 def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str = "") -> str:

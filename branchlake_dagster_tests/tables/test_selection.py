@@ -1,10 +1,12 @@
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 
 import dagster as dg
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyiceberg.expressions import BooleanExpression
+from pyiceberg.expressions.visitors import bind
 from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, NestedField, StringType, TimestampType, TimestamptzType
 
@@ -163,6 +165,15 @@ def test_a_day_begins_where_the_clock_jumps_over_midnight() -> None:
         for key in keys
     ]
     assert found == [DateRange("day", date(2026, 4, d), date(2026, 4, d + 1)) for d in (23, 24, 25)]
+
+
+def test_a_selection_of_many_separate_windows_can_be_bound() -> None:
+    days = dg.DailyPartitionsDefinition("2020-01-01")
+    keys = [str(date(2020, 1, 1) + timedelta(days=2 * number)) for number in range(1000)]
+    selection = select_partitions(keys, days, {"": "ts"}, schema=SCHEMA, table_name="t")
+    assert len(selection.slices) == 1000
+    bound = bind(SCHEMA, to_iceberg_filter(selection, SCHEMA), case_sensitive=True)
+    assert isinstance(bound, BooleanExpression)
 
 
 def test_nothing_selected_means_no_rows() -> None:
