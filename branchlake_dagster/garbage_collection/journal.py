@@ -36,6 +36,7 @@ from pyiceberg.exceptions import (
     CommitStateUnknownException,
     NoSuchTableError,
     TableAlreadyExistsError,
+    ValidationException,
 )
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, In, LessThan
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
@@ -328,7 +329,8 @@ class CollectionJournal:
             try:
                 change(self._load_table(name))
                 return
-            except (CommitFailedException, CommitStateUnknownException):
+            except (CommitFailedException, CommitStateUnknownException, ValidationException):
+                # A ValidationException: another pass has removed the same rows.
                 continue
         raise JournalContended(
             f"The table {_NAMESPACE}.{name} was changed by others at each of {_ATTEMPTS} attempts.",

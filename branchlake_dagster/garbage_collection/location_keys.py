@@ -5,7 +5,8 @@ the number of slashes, percent-encoding, letter case, Unicode form, `..` and sym
 difference. So some different files get the same key, and so do files whose 64-bit hashes collide. An
 equal key only ever keeps a file, therefore each ambiguity keeps one file too many and never deletes one.
 
-Keys are valid in one process only.
+Another process computes the same keys only with the same code and versions of Polars, Python and Unicode.
+`MetadataCache` compares these before it uses stored keys.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class LocationKeyer:
     def keys(self, locations: Sequence[str] | pl.Series) -> Keys:
         """Return the 64-bit key of each location, in the order of the locations.
 
-        Locations that may name the same file have the same key. Keys are valid in this process only.
+        Locations that may name the same file have the same key.
         """
         column = pl.Series("location", locations, dtype=pl.String)
         if column.is_empty():

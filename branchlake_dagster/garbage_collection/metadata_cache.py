@@ -1,4 +1,4 @@
-"""Keep what metadata files lead to from one pass to the next, so that a pass reads only new metadata files.
+"""Cache the contents of metadata files, so that a collection reads only new ones.
 
 A metadata file, manifest list or manifest is written once and never changes. An entry of the cache is the
 result of reading one such file. References, their histories and folders are read by every pass; they are not
@@ -12,6 +12,7 @@ used only if reading the file again would give the same result:
   in whole seconds, so a younger file could change without a new time.
 - The keys of a manifest's files are those that this process would compute. All folders of the files are
   resolved again, because a symbolic link may have changed, and some locations are hashed for comparison.
+- The code that reads files and computes keys is the same.
 
 The cache is one file in the state folder of the machine that runs the collection. A file that is damaged, of
 another version or of another warehouse counts as missing. The next pass replaces it.
@@ -28,6 +29,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,14 @@ _ALIGNMENT = 64
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[^/]*\Z", re.IGNORECASE)
 _AMBIGUOUS = re.compile(r"[?#;]")
 """Characters at which PyIceberg and `WarehouseFiles.path_of` may cut a location differently."""
+_CODE = (
+    "catalog/stored_files.py",
+    "garbage_collection/location_keys.py",
+    "garbage_collection/metadata_cache.py",
+    "garbage_collection/reachable_files.py",
+    "internals/pyiceberg.py",
+)
+"""The modules that read files and compute keys."""
 _PROBES = ("file:///probe/a.parquet", "s3a://Probe//b=%31/C d+e.parquet", "/probe/\u0041\u030a/\u212b.avro")
 """Locations whose keys are stored with the cache and compared."""
 
@@ -220,6 +230,11 @@ class MetadataCache:
         columns = self._find("manifests", location)
         return ManifestKeys(*columns[1:]) if columns else None
 
+    def find_size(self, location: str) -> int:
+        """Return the size in bytes that a file had before it was read; 0 if it is not known."""
+        stamp = self._earlier_stamps.get(location)
+        return stamp.size if stamp is not None else 0
+
     def note_reading(self, locations: Sequence[str]) -> None:
         """Note that these files are read next. Call it before files are read that are added afterwards."""
         if self._path is not None and self._files.is_local:
@@ -275,15 +290,15 @@ class MetadataCache:
                 try:
                     self._read_file(self._path)
                     self._select_usable()
-                except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError):
+                except Exception:  # noqa: BLE001 - without a cache, all files are read
                     # Damaged, of another version or of another warehouse. A missing file is an OSError.
                     self._entries = {kind: _Entries() for kind in _COLUMNS}
         return self._entries
 
     def _read_file(self, path: Path) -> None:
         """Read the cache file. Raises one of the errors that `_load` expects if it cannot be used."""
-        with pa.memory_map(str(path)) as source:
-            content = source.read_buffer()
+        # Not mapped: another process may write to the file after its digest was compared.
+        content = pa.py_buffer(path.read_bytes())
         body = memoryview(content)[:-_DIGEST_BYTES]
         digest = bytes(memoryview(content)[-_DIGEST_BYTES:])
         if bytes(body[: len(_MAGIC)]) != _MAGIC or _digest(body) != digest:
@@ -309,9 +324,17 @@ class MetadataCache:
             )
 
     def _origin(self) -> dict[str, Any]:
-        """Return what must be equal where a cache is written and where it is used."""
+        """Return the values that must be equal when a cache is written and when it is used.
+
+        The code is one of them: a correction of a parser must reach all files, also those in the cache.
+        Raises OSError if the source files cannot be read.
+        """
+        package = Path(__file__).parents[1]
+        code = b"".join((package / name).read_bytes() for name in _CODE)
         return {
             "format": _FORMAT,
+            "code": hashlib.sha256(code).hexdigest(),
+            "pyiceberg": version("pyiceberg"),
             "warehouse": self._identity,
             "polars": pl.__version__,
             "python": platform.python_version(),
@@ -353,6 +376,12 @@ class MetadataCache:
         """
         if self._path is None:
             return
+        try:
+            self._write_changes(self._path)
+        except Exception as error:  # noqa: BLE001 - the next pass reads the files again
+            self._progress(f"The metadata cache is not written: {type(error).__name__}.")
+
+    def _write_changes(self, path: Path) -> None:
         entries_by_kind = self._load()
         self._drop_unsettled()
         if all(
@@ -360,14 +389,15 @@ class MetadataCache:
             for entries in entries_by_kind.values()
         ):
             return
-        try:
-            tables = self._build_tables()
-            with file_lock(self._path.with_name(f"{self._path.name}.lock")):
-                scratch = self._path.with_name(f"{self._path.name}.new")
+        tables = self._build_tables()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = path.with_name(f"{path.name}.new")
+        with file_lock(path.with_name(f"{path.name}.lock")):
+            try:
                 _write_file(scratch, tables, self._origin())
-                scratch.replace(self._path)
-        except OSError as error:
-            self._progress(f"The cache of metadata files is not written: {type(error).__name__}.")
+                scratch.replace(path)
+            finally:
+                scratch.unlink(missing_ok=True)
 
     def _drop_unsettled(self) -> None:
         """Give each new entry its file's stamp. Drop entries whose files may have changed since the reading.

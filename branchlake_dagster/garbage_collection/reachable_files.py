@@ -53,6 +53,8 @@ from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
 from branchlake_dagster.tables.table_files import table_root
 
 _FILES_AT_ONCE = 256
+_MAX_FORMAT_VERSION = 3
+"""The newest format version of Iceberg whose metadata is understood."""
 _POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
 """The errors that Polars raises for an Avro file with a codec or type that it does not support."""
 _FOLDER_PROPERTIES = (
@@ -85,17 +87,36 @@ class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like th
 
 
 def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
-    """Return the files and folders that table metadata names. `metadata` are the fields of its JSON."""
+    """Return the files and folders that table metadata names. `metadata` are the fields of its JSON.
+
+    Raises ValueError for a format version above 3, whose locations may mean something else, and for a
+    relative location.
+    """
+    if metadata["format-version"] > _MAX_FORMAT_VERSION:
+        raise ValueError(f"The format version {metadata['format-version']} is not known.")
     snapshots = metadata.get("snapshots") or ()
     properties = metadata.get("properties") or {}
     folders = [metadata.get("location"), *(properties.get(name) for name in _FOLDER_PROPERTIES)]
     statistics = [*(metadata.get("statistics") or ()), *(metadata.get("partition-statistics") or ())]
-    return StateFiles(
+    files = StateFiles(
         tuple(each["manifest-list"] for each in snapshots if each.get("manifest-list")),
         tuple((path, 0) for each in snapshots for path in each.get("manifests") or ()),
         tuple(each["statistics-path"] for each in statistics),
         tuple(f"{folder.rstrip('/')}/" for folder in folders if folder),
     )
+    _require_absolute(
+        pl.Series([*files.manifest_lists, *files.statistics, *(path for path, _ in files.manifests)])
+    )
+    return files
+
+
+def _require_absolute(paths: pl.Series) -> None:
+    """Raise ValueError if a path is relative: the file that it means would not count as reachable."""
+    if paths.dtype != pl.String:
+        return  # no path
+    is_absolute = paths.str.starts_with("/") | paths.str.contains(":", literal=True)
+    if not is_absolute.all():
+        raise ValueError(f"The location {paths.filter(~is_absolute)[0]!r} is relative.")
 
 
 def conventional_folders(location: str) -> tuple[str, ...]:
@@ -107,20 +128,23 @@ def conventional_folders(location: str) -> tuple[str, ...]:
     return (table_root(location),) if location.rpartition("/")[0].endswith("/metadata") else ()
 
 
-def read_manifest_list(io: FileIO, location: str) -> list[tuple[str, int]]:
+def read_manifest_list(io: FileIO, location: str, size: int = 0) -> list[tuple[str, int]]:
     """Return the path and the length in bytes of each manifest in a manifest list.
 
-    Raises FileNotFoundError or another OSError if the list cannot be read, and StoredFileDamaged.
+    `size` is the size of the file in bytes; 0 if unknown. If fewer bytes are read, the list is damaged,
+    although its first blocks may be readable. Raises FileNotFoundError or another OSError if the list cannot
+    be read, and StoredFileDamaged.
     """
-    content = read_content(io, location)
-    try:
-        columns = pl.read_avro(BytesIO(content), columns=["manifest_path", "manifest_length"])
-        return list(
-            zip(columns["manifest_path"].to_list(), columns["manifest_length"].to_list(), strict=True)
-        )
-    except _POLARS_ERRORS:
-        with wrap_parse_errors(location):
-            return [(each.manifest_path, each.manifest_length) for each in iter_manifests(content)]
+    content = read_content(io, location, size)
+    with wrap_parse_errors(location):
+        try:
+            columns = pl.read_avro(BytesIO(content), columns=["manifest_path", "manifest_length"])
+            paths, lengths = columns["manifest_path"].to_list(), columns["manifest_length"].to_list()
+            manifests = list(zip(paths, lengths, strict=True))
+        except _POLARS_ERRORS:
+            manifests = [(each.manifest_path, each.manifest_length) for each in iter_manifests(content)]
+        _require_absolute(pl.Series([path for path, _ in manifests]))
+    return manifests
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,8 @@ def read_manifest_paths(io: FileIO, location: str, length: int) -> ManifestPaths
     except _POLARS_ERRORS:
         with wrap_parse_errors(location):
             rows = _read_entries(content, location)
+    with wrap_parse_errors(location):
+        _require_absolute(rows["file_path"])
     is_removed = rows["status"] == ManifestEntryStatus.DELETED.value
     removed = rows.filter(is_removed)
     live = rows.filter(~is_removed)["file_path"]
@@ -430,7 +456,9 @@ class ReachableFiles:
     def _read_list(self, item: tuple[str, TableSource]) -> list[tuple[str, int]] | None:
         location, source = item
         rows: list[tuple[str, int]] | None = self._read(
-            location, source, lambda: read_manifest_list(self._io(location), location)
+            location,
+            source,
+            lambda: read_manifest_list(self._io(location), location, self._cache.find_size(location)),
         )
         return rows
 

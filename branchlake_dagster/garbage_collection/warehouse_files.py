@@ -369,6 +369,8 @@ def to_microseconds(moment: datetime) -> int:
 _NO_FILE = -1
 """The size of a path that is a link or a folder now. No planned file has this size, so the path is kept."""
 _FAR_FUTURE_US = 1 << 62
+_INODE_BITS = (1 << 63) - 1
+"""The bits of an inode number that a signed integer can hold; some file systems use one more."""
 """The time of a file whose modification time the store does not report. Such a file is never old enough."""
 
 
@@ -422,7 +424,7 @@ def _read_local_stamp(path: str) -> FileStamp | None:
         return None
     if not stat.S_ISREG(status.st_mode):
         return None
-    return FileStamp(status.st_size, status.st_mtime_ns, last_change_ns(status), status.st_ino)
+    return FileStamp(status.st_size, status.st_mtime_ns, last_change_ns(status), status.st_ino & _INODE_BITS)
 
 
 def _remote_stamp(info: FileInfo) -> FileStamp | None:

@@ -310,10 +310,12 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
     if summary_value(snapshot, LakeProperty.UNDONE_SNAPSHOTS) is not None:
         # Delete files that an undo adds are those that the removed ones had replaced.
         deletes, undone_deletes = (), changed_files(files.removed, data=False)
+    kind = _change_kind(snapshot, added, removed, deletes or undone_deletes)
+    removed_deletes = changed_files(files.removed, data=False)
     return Step(
         snapshot.snapshot_id,
         ordinal,
-        _change_kind(snapshot, added, removed, deletes or undone_deletes),
+        kind,
         from_epoch_ms(snapshot.timestamp_ms),
         added,
         removed,
@@ -321,6 +323,7 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
         summary_value(snapshot, LakeProperty.RUN_ID),
         replayed_from(snapshot),
         undone_deletes,
+        replaces_deletes=bool(removed_deletes) and not undone_deletes and kind is not ChangeKind.COMPACT,
     )
 
 
@@ -346,14 +349,19 @@ NetFiles = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[Changed
 
 
 def _require_known_deletes(steps: Sequence[Step], table: str) -> None:
-    """Raise ChangeLost if an undo removed delete files that were added before the first step.
+    """Raise ChangeLost if an undo removed delete files, and it is not certain which rows came back.
 
-    Their rows are in the table again, but the step has no added file with these rows.
+    This is so for delete files that were added before the first step: the rows are in the table again, but
+    the step has no added file with these rows. It is also so if a step replaced delete files before: a new
+    delete file may repeat positions of an old one.
     """
     added_keys: set[str] = set()
+    has_replaced_deletes = False
     for step in steps:
         added_keys |= {_delete_file_key(file) for file in step.deletes}
-        if any(_delete_file_key(file) not in added_keys for file in step.undone_deletes):
+        has_replaced_deletes |= step.replaces_deletes
+        undone_keys = {_delete_file_key(file) for file in step.undone_deletes}
+        if undone_keys and (has_replaced_deletes or not undone_keys <= added_keys):
             raise _change_lost_error(LossReason.DELETES_UNDONE, table)
 
 

@@ -101,6 +101,11 @@ class Step:
     replayed_from: int | None = None
     undone_deletes: tuple[ChangedFile, ...] = ()
     """The delete files that the undo of a publication removed: their rows are in the table again."""
+    replaces_deletes: bool = False
+    """Whether the snapshot removed delete files, whose positions its own delete files may repeat.
+
+    False for compactions and undos.
+    """
 
     @property
     def changes_rows(self) -> bool:

@@ -32,7 +32,7 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.stored_names import find_exclusive_property
+from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
 from branchlake_dagster.wording import CodedReason
 
 _WIDENINGS = {("int", "long"), ("float", "double")}
@@ -502,10 +502,13 @@ def has_disjoint_keys(
 ) -> bool:
     """Return whether the bounds of one key column prove that both sides changed different keys.
 
-    False if a file of either side has no bounds for each key column. A compacted file has wider bounds than
+    False if a file of either side has no bounds for each key column, or if an undo on `main` removed delete
+    files. A compacted file has wider bounds than
     the files that it was made from. So a file counts as outside if its own bounds, or those of all files that
     it was made from, do not meet the run's. `old_files` has these files, by the path of the compacted file.
     """
+    if any(one.deletes and LakeProperty.UNDONE_SNAPSHOTS in one.properties for one in main_steps):
+        return False  # an undo removed delete files, and the keys of the rows that came back are not known
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
     return bool(main_files) and any(
         _has_disjoint_bounds(step.touched_files, main_files, old_files, key) for key in step.key_columns

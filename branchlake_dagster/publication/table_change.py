@@ -167,7 +167,7 @@ class SnapshotChange:
         return ALL_ROWS if self.mode is ChangeMode.REPLACE_TABLE else self.recorded_predicate
 
 
-_STATISTICS = "statistics"
+_SORT_ORDER, _STATISTICS = "sort order", "statistics"
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,11 @@ class Layout:
     def shape(self) -> tuple[tuple[LayoutColumn, ...], str]:
         """The columns with their full definition."""
         return self.columns, self.schema
+
+    @property
+    def sort_order(self) -> str | None:
+        """The sort order as text; None if it is not known."""
+        return dict(self.others).get(_SORT_ORDER)
 
     @property
     def without_statistics(self) -> Layout:
@@ -317,7 +322,7 @@ def build_layout(metadata: TableMetadata) -> Layout:
         highest_column_id=metadata.last_column_id,
         schema=schema.model_dump_json(exclude={"schema_id"}),
         others=(
-            ("sort order", str(metadata.sort_order().fields)),
+            (_SORT_ORDER, str(metadata.sort_order().fields)),
             ("location", metadata.location),
             ("identity", str(metadata.table_uuid)),
             ("tags and branches", _format_references(metadata)),

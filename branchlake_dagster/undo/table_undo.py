@@ -196,7 +196,7 @@ def plan_table_undo(
     # The undo of a run does not repeat a compaction that was reversed for the run.
     own = replace(own, snapshot_ids=own.snapshot_ids - _find_reversals(change.steps))
     steps = _drop_undone_steps(drop_reversed_compactions(change.steps))
-    superseding_steps = _find_superseding_steps(steps, own.snapshot_ids)
+    superseding_steps = _find_superseding_steps(steps, own.snapshot_ids, change.after.partition_columns)
     own_steps, undo = list[SnapshotChange](), TableUndo()
     later_deletes: list[DeleteFile] = []
     for step in steps:
@@ -253,13 +253,14 @@ def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
 
 
 def _find_superseding_steps(
-    steps: Sequence[SnapshotChange], own_ids: Collection[int]
+    steps: Sequence[SnapshotChange], own_ids: Collection[int], partition_columns: frozenset[str]
 ) -> dict[int, SnapshotChange]:
     """Return the later step that replaced all rows of an undone step, by the snapshot id of the undone step.
 
     `own_ids` are the snapshots to undo; steps without such a later step are left out. The changes between
-    both steps do not matter: their rows in the replaced partitions are gone as well. Only a statement that
-    may have moved rows to other partitions does.
+    both steps do not matter: their rows in the replaced partitions are gone as well. Exceptions are a
+    statement that may have moved rows to other partitions, and an upsert that may have skipped keys there.
+    `partition_columns` are the source columns of the table's partition fields.
     """
     superseding_steps: dict[int, SnapshotChange] = {}
     for number, own_step in enumerate(steps):
@@ -269,27 +270,39 @@ def _find_superseding_steps(
                 if not _supersedes(step, own_step):
                     continue
                 between = later_steps[:position]
-                if _replaces_whole_table(step) or not any(_may_move_rows(one, own_step) for one in between):
+                if _replaces_whole_table(step) or not any(
+                    _may_move_rows(one, own_step) or _may_skip_keys(one, partition_columns) for one in between
+                ):
                     superseding_steps[own_step.snapshot_id] = step
                 break
     return superseding_steps
 
 
 def _may_move_rows(step: SnapshotChange, own_step: SnapshotChange) -> bool:
-    """Return whether a statement of a user may have moved rows of the undone step to other partitions.
+    """Return whether a statement of a user may have moved rows to other partitions, or would have moved them.
 
-    This is so if it changed rows in a partition of `own_step` and added rows to another partition. In a table
-    without partitions, every statement that added rows may have done so.
+    It may have moved rows of the undone step `own_step` if it changed rows in a partition of that step and
+    added rows to another partition. In a table without partitions, every statement that added rows may have
+    done so. It may also have missed rows that `own_step` had removed, whatever it changed.
     """
     if step.mode not in (ChangeMode.REWRITE, ChangeMode.ROW_DELETES) or not step.added:
         return False
-    own_partitions = {file.partition for file in own_step.added}
+    own_partitions = {file.partition for file in own_step.touched_files}
+    added_partitions = {file.partition for file in step.added}
+    if "" not in added_partitions and added_partitions <= own_partitions:
+        return False
     changed_partitions = {file.partition for file in step.removed}
     changed_partitions |= {delete_file.partition for delete_file in step.deletes}
-    added_partitions = {file.partition for file in step.added}
-    return bool(own_partitions & changed_partitions) and (
-        "" in added_partitions or not added_partitions <= own_partitions
-    )
+    return bool(own_step.removed or own_partitions & changed_partitions)
+
+
+def _may_skip_keys(step: SnapshotChange, partition_columns: frozenset[str]) -> bool:
+    """Return whether an upsert that keeps existing rows may have skipped keys of rows in other partitions."""
+    return _keeps_existing_rows(step) and not (partition_columns and partition_columns <= {*step.key_columns})
+
+
+def _keeps_existing_rows(step: SnapshotChange) -> bool:
+    return step.properties.get(LakeProperty.WHEN_MATCHED) == "keep"
 
 
 def _require_separate_files(
@@ -437,12 +450,14 @@ def _require_independent_returns(
 ) -> None:
     """Raise DependencyFound if a later step might have changed rows that come back in their files.
 
-    The step ran while delete files of the publication deleted these rows, so it did not change them. Deletes
-    by value concern them anyway.
+    The step ran while delete files of the publication deleted these rows, so it did not change them. The
+    equality deletes of an upsert concern them anyway, because they have the keys of its input. Those of a
+    statement may have only the values of rows that it saw.
     """
     returning_deletes = list(undo.removed_deletes.values())
-    only_by_value = bool(step.deletes) and all(one.by_value for one in step.deletes) and not step.removed
-    if not returning_deletes or only_by_value:
+    is_upsert = step.properties.get(LakeProperty.WRITE_MODE) == "upsert" and not step.removed
+    only_by_key = is_upsert and bool(step.deletes) and all(one.by_value for one in step.deletes)
+    if not returning_deletes or only_by_key:
         return
     predicate, layout = step.recorded_predicate, change.after
     keys = {*step.key_columns}
@@ -464,7 +479,7 @@ def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) 
 
     These are upserts that keep rows with existing keys. Their files do not show which keys they skipped.
     """
-    if undo.removed and step.properties.get(LakeProperty.WHEN_MATCHED) == "keep":
+    if undo.removed and _keeps_existing_rows(step):
         reason = CodedReason("a later upsert may have skipped keys of the publication", "keys_skipped")
         raise DependencyFound(Dependency(table, reason, _partitions(undo.removed.values()), _run_ids(step)))
 
@@ -570,7 +585,8 @@ def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own:
     old_layout = own.old_layout
     if old_layout is None:
         return
-    if undo.restored and change.before is not None and change.before.spec != change.after.spec:
+    has_restored_files = bool(undo.restored or undo.restored_deletes)
+    if has_restored_files and change.before is not None and change.before.spec != change.after.spec:
         reason = CodedReason("its partition spec has changed, and files would be restored", "partition_spec")
         raise DependencyFound(Dependency(table, reason))
     old_others = dict(old_layout.others)
@@ -586,8 +602,8 @@ def _plan_spec(
     """Plan to make the earlier partition spec the default again, if the undone publications changed it.
 
     `steps` are those of `change` that no earlier undo has reversed. Raises DependencyFound if the
-    publications also changed the columns, if the spec was changed since, or if a later step added data or
-    delete files: without the publications, these would be partitioned otherwise.
+    publications also changed the columns, if the spec or the columns were changed since, or if a later step
+    added data or delete files: without the publications, these would be partitioned otherwise.
     """
     old_layout = own.old_layout
     if old_layout is None or old_layout.spec == own.new_layout.spec:
@@ -598,6 +614,10 @@ def _plan_spec(
         raise DependencyFound(Dependency(table, reason))
     if change.after.spec != own.new_layout.spec:
         raise DependencyFound(Dependency(table, SPEC_CHANGED))
+    if change.after.shape != own.new_layout.shape:
+        # A later publication may have dropped a column of the old spec, or given its name to another one.
+        reason = CodedReason("its columns were changed later", "columns_used")
+        raise DependencyFound(Dependency(table, reason))
     later_steps = [step for step in steps if step.snapshot_id not in own.snapshot_ids]
     if any(step.mode is ChangeMode.UNKNOWN for step in later_steps):
         raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[ChangeMode.UNKNOWN]))
@@ -616,14 +636,18 @@ def _plan_spec(
 def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
     """Plan to restore the earlier columns in `undo`, if the undone publications changed the columns.
 
-    Raises DependencyFound if a later publication has added files or changed columns since.
+    Raises DependencyFound if a later publication has added data or delete files, or has changed the columns,
+    the partition spec or the sort order since: these may use a column that the undo would remove.
     """
     old_layout = own.old_layout
     if old_layout is None or old_layout.shape == own.new_layout.shape:
         return
     own_ids = own.snapshot_ids
-    writers = [step for step in change.steps if step.snapshot_id not in own_ids and step.added]
-    if change.after.shape != own.new_layout.shape or writers:
+    others = [step for step in change.steps if step.snapshot_id not in own_ids]
+    writers = [step for step in others if step.added or step.deletes]
+    present, new = change.after, own.new_layout
+    has_changed = (present.shape, present.spec, present.sort_order) != (new.shape, new.spec, new.sort_order)
+    if has_changed or writers:
         reason = CodedReason("later changes were written with the columns of the publication", "columns_used")
         run_ids = tuple(dict.fromkeys(run_id for step in writers for run_id in _run_ids(step)))
         raise DependencyFound(Dependency(table, reason, run_ids=run_ids))

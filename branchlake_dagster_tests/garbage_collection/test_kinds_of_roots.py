@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyiceberg.io import FileIO
 
 from branchlake_dagster.expiry.roots import LakeRoots, RootsReader
+from branchlake_dagster.garbage_collection import candidate_spool, live_history, reachable_files
 from branchlake_dagster.garbage_collection import collector as collector_module
-from branchlake_dagster.garbage_collection import live_history, reachable_files
 from branchlake_dagster.garbage_collection.live_history import LiveHistory
 from branchlake_dagster.garbage_collection.orphan_rule import OrphanRule
 from branchlake_dagster.garbage_collection.reachable_files import ManifestPaths, ReachableFiles, StateFiles
@@ -128,7 +129,7 @@ def forget_the_undo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_hidden_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector_module, "is_hidden", lambda _: False)
+    monkeypatch.setattr(candidate_spool, "find_hidden", lambda paths: np.zeros(len(paths), np.bool_))
 
 
 def ignore_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,10 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet
 from branchlake_dagster.undo import table_undo
+from branchlake_dagster.undo.result import UndoRefused
 from branchlake_dagster.undo.table_undo import DependencyFound, OwnChange, TableUndo, plan_table_undo
 from branchlake_dagster_tests.publication.rebase.deleting import (
     commit_deletes,
@@ -104,7 +106,11 @@ def test_the_plan_removes_the_delete_files(delete_file: DeleteFile) -> None:
     [
         later(ChangeMode.APPEND, added=(LATER,)),
         later(ChangeMode.COMPACT, added=(File("c", "day=b"),), removed=(File("b", "day=b"),)),
-        later(ChangeMode.ROW_DELETES, deletes=(DeleteFile("value", "day=a", by_value=True),)),
+        later(
+            ChangeMode.ROW_DELETES,
+            deletes=(DeleteFile("value", "day=a", by_value=True),),
+            properties={LakeProperty.WRITE_MODE: "upsert"},
+        ),
         later(ChangeMode.UPSERT, key_columns=("day", "id"), added=(File("u", "day=b"),)),
     ],
     ids=["append", "compaction of another file", "deletes by value", "upsert of another partition"],
@@ -126,6 +132,7 @@ def test_a_later_step_is_independent(step: SnapshotChange) -> None:
         ),
         (later(ChangeMode.ROW_DELETES, deletes=(LATER_DELETE,)), "rows_changed_since"),
         (later(ChangeMode.ROW_DELETES, deletes=(BY_VALUE, LATER_DELETE)), "rows_changed_since"),
+        (later(ChangeMode.ROW_DELETES, deletes=(BY_VALUE,)), "rows_changed_since"),
         (later(ChangeMode.REWRITE, added=(File("u", "day=b"),)), "rows_changed_since"),
         (
             later(ChangeMode.UPSERT, key_columns=("day", "id"), added=(File("u", "day=a"),)),
@@ -215,8 +222,11 @@ def published(bench: Workbench, change: Callable[[Run], None]) -> Run:
     return run
 
 
-def deleted_by_value(bench: Workbench, number: int, day: str = "a") -> Run:
-    return published(bench, lambda run: delete_equal(run.table(), "id", number, day, run.properties(None)))
+def deleted_by_value(bench: Workbench, number: int, day: str = "a", mode: str | None = None) -> Run:
+    return published(
+        bench,
+        lambda run: delete_equal(run.table(), "id", number, day, run.properties(mode, "id" if mode else "")),
+    )
 
 
 def deleted_by_position(bench: Workbench, path: str, position: int) -> Run:
@@ -317,10 +327,20 @@ def test_later_deletes_by_value_stay_and_concern_the_rows_that_come_back(bench: 
     bench.seeded([("a", 1), ("a", 2), ("a", 3)])
     path = path_of(bench, "a")
     wrong = deleted_by_position(bench, path, 0)
-    deleted_by_value(bench, 2)
-    deleted_by_value(bench, 1)
+    deleted_by_value(bench, 2, mode="upsert")
+    deleted_by_value(bench, 1, mode="upsert")
     undo(bench, wrong)
     assert read_rows(bench) == [("a", 3)]
+
+
+def test_a_later_statement_with_deletes_by_value_may_have_missed_the_rows(bench: Workbench) -> None:
+    """An engine may write the values of the rows that it sees, such as those of `DELETE WHERE day = 'a'`."""
+    bench.seeded([("a", 1), ("a", 2), ("a", 3)])
+    wrong = deleted_by_position(bench, path_of(bench, "a"), 0)
+    later = deleted_by_value(bench, 2)
+    with pytest.raises(UndoRefused) as caught:  # PyIceberg cannot read the rows
+        undo(bench, wrong)
+    assert (codes(caught.value), run_ids(caught.value)) == ({"rows_changed_since"}, {later.run_id})
 
 
 def test_a_later_delete_by_position_may_have_missed_the_rows(bench: Workbench) -> None:
