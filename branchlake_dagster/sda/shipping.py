@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from pyspark import cloudpickle
 
-from branchlake_dagster import sda
+from branchlake_dagster import errors, sda, wording
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,11 +17,13 @@ def carried(function: F) -> F:
     """Return the function in a form that is pickled with the code of `branchlake_dagster.sda`.
 
     By default only a module's name is shipped. A worker without the package, or with another version of it,
-    would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, Polars and pyarrow.
+    would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, pyerfa, Polars and
+    pyarrow.
 
     The function and its arguments are pickled here, once. Later changes of their objects have no effect.
     """
-    cloudpickle.register_pickle_by_value(sda)  # type: ignore[no-untyped-call]
+    for module in (sda, errors, wording):  # errors of this package derive from classes in the latter two
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     return cast("F", _CarriedFunction(function))
 
 

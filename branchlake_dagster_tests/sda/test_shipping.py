@@ -1,12 +1,22 @@
 """Functions for Spark's workers, as they are pickled."""
 
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
+from branchlake_dagster.sda.conjunctions import distributed as conjunctions
+from branchlake_dagster.sda.conjunctions.arrow import merge_batches
+from branchlake_dagster.sda.conjunctions.risks import fit_track_elements
+from branchlake_dagster.sda.conjunctions.tasks import Screening
+from branchlake_dagster.sda.ephemerides.distributed import FileScreening
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.shipping import carried
 
 
@@ -53,3 +63,30 @@ def test_persisted_rows_of_functions_are_computed_once(lakehouse, tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
     finally:
         session.stop()
+
+
+def pickle_functions_of_workers() -> list[bytes]:
+    nothing = np.zeros(0)
+    elements = Elements(
+        nothing.astype(np.int64), nothing.astype(np.int64), np.zeros((0, len(ELEMENT_FIELDS)))
+    )
+    catalogue = pl.DataFrame(schema=dict.fromkeys(Elements.COLUMNS, pl.Float64))
+    functions = (
+        conjunctions._batches(Screening.of_all(elements, 5.0), []),
+        FileScreening(catalogue, 5.0, 30.0, []).screen_batches,
+        merge_batches,
+        fit_track_elements,
+    )
+    return [cloudpickle.dumps(carried(function)) for function in functions]
+
+
+def test_workers_without_the_package_can_load_the_functions(tmp_path):
+    for number, pickled in enumerate(pickle_functions_of_workers()):
+        (tmp_path / str(number)).write_bytes(pickled)
+    code = """
+import pathlib, pickle, sys
+sys.modules["branchlake_dagster"] = None
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    assert list(pickle.loads(path.read_bytes())([])) == []
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=tmp_path)

@@ -182,13 +182,16 @@ def read_earlier_list(session: SparkSession, tables: Catalog) -> EarlierList | N
         table = tables.load_table(tuple(CONJUNCTIONS.path))
     except NoSuchTableError:
         return None
-    snapshot, columns = table.metadata.current_snapshot_id, {*table.schema().column_names}
-    if snapshot is None or not {"event_id", "first_reported", *_EVENT_COLUMNS} <= columns:
+    snapshot = table.metadata.current_snapshot_id
+    if snapshot is None:
         return None
     # Spark computes the list again if it loses the persisted rows. By then, the run may have replaced the
     # rows of the table, so the snapshot is named.
     stored = session.read.option("versionAsOf", str(snapshot)).table(f"nessie.{'.'.join(CONJUNCTIONS.path)}")
-    types = from_arrow_schema(ENCOUNTER_SCHEMA)
+    # The columns of the snapshot: the table may have got others since.
+    types, columns = from_arrow_schema(ENCOUNTER_SCHEMA), {*stored.columns}
+    if not {"event_id", "first_reported", *_EVENT_COLUMNS} <= columns:
+        return None
     frame = stored.select(
         *(
             F.col(field.name) if field.name in columns else F.lit(None).cast(field.dataType).alias(field.name)

@@ -97,6 +97,8 @@ def merge_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
     """
     filled_batches = [batch for batch in batches if batch.num_rows]
     if filled_batches:
-        merged = merge_together(pl.DataFrame(pl.from_arrow(pa.Table.from_batches(filled_batches))))
+        # Spark delivers times in the time zone of the session.
+        rows = pa.Table.from_batches(filled_batches).cast(ENCOUNTER_SCHEMA)
+        merged = merge_together(pl.DataFrame(pl.from_arrow(rows)))
         table = merged.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(ENCOUNTER_SCHEMA)
         yield from table.to_batches(max_chunksize=_MAX_BATCH_ROWS)

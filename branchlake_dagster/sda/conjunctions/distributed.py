@@ -12,8 +12,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR, as_batch, merge_batches
 from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
 from branchlake_dagster.sda.conjunctions.rescreening import Plan
-from branchlake_dagster.sda.conjunctions.screening import Span
-from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, Task
+from branchlake_dagster.sda.conjunctions.tasks import Screening, Task
 from branchlake_dagster.sda.shipping import carried
 
 
@@ -54,18 +53,19 @@ def list_conjunctions(
 
 def _run_tasks(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
     """Return the close approaches of all tasks, without merging."""
-    columns = "first long, last long, begin long, end long, pairs string"
-    rows = [(t.span.first, t.span.last, t.span.start, t.span.end, t.pairs.value) for t in tasks]
-    # Rows are distributed evenly. By hash, one Spark task could get several rows, and other cores would wait.
-    frame = session.createDataFrame(rows, columns).repartition(max(1, len(rows)))
-    return frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
+    # A range has one row in each partition. A shuffle could put several tasks into one partition.
+    numbers = session.range(0, len(tasks), 1, max(1, len(tasks)))
+    return numbers.mapInArrow(carried(_batches(screening, tasks)), from_arrow_schema(ENCOUNTER_SCHEMA))
 
 
-def _batches(screening: Screening) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _batches(
+    screening: Screening, tasks: Sequence[Task]
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return a function that runs the tasks whose indexes are in the column ``id`` of its batches."""
+
     def close(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            for task in batch.to_pylist():
-                span = Span(task["begin"], task["end"], task["first"], task["last"])
-                yield as_batch(screening.done(Task(span, Pairs(task["pairs"]))), screening.elements)
+            for number in batch.column("id").to_pylist():
+                yield as_batch(screening.done(tasks[number]), screening.elements)
 
     return close

@@ -106,7 +106,8 @@ class ListBuilder:
         filled_batches = [batch for batch in batches if batch.num_rows]
         if not filled_batches:
             return
-        rows = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(filled_batches)))
+        # Spark delivers times in the time zone of the session.
+        rows = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(filled_batches).cast(LIST_INPUT_SCHEMA)))
         is_earlier = pl.col("is_earlier")
         found = rows.filter(~is_earlier).select(ENCOUNTER_SCHEMA.names)
         table = self.build(found, rows.filter(is_earlier)).to_arrow(compat_level=pl.CompatLevel.oldest())

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -83,25 +82,37 @@ def _boxes(position: Floats, edge: float, *, every: bool) -> tuple[Rows, Rows, R
 
 
 def _collect_pairs(states: Floats, chosen: npt.NDArray[np.bool_], *how: Any) -> tuple[Rows, Rows]:
-    pairs = compiled()
     capacity = _FIRST_CAPACITY
     while True:
         first, second = np.empty(capacity, np.int64), np.empty(capacity, np.int64)
-        count = pairs(states, chosen, *how, first, second)
+        count = _find_pairs(states, chosen, *how, first, second)
         if count <= capacity:
             return first[:count], second[:count]
         capacity = int(count)
 
 
-@cache
-def compiled() -> Callable[..., int]:
-    """Return `_pairs` as machine code. A file beside this module caches it: loading takes 0.1 s."""
-    from numba import njit  # half a second, used by few steps
+class _CompiledPairs:
+    """`_pairs` as machine code, compiled at the first call in a process. Arguments are those of `_pairs`.
 
-    pairs = njit(_pairs, nogil=True)
-    with suppress(RuntimeError):  # no place to keep it: a worker that was sent this code
-        pairs.enable_caching()
-    return pairs  # type: ignore[no-any-return]
+    A file beside this module caches the code: loading takes 0.1 s. An object is pickled without the machine
+    code, but with this class, so that a worker without the package can call it.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: Callable[..., int] | None = None
+
+    def __call__(self, *arguments: Any) -> int:
+        if self._compiled is None:
+            from numba import njit  # half a second, used by few steps
+
+            compiled = njit(_pairs, nogil=True)
+            with suppress(RuntimeError):  # no place to keep it: a worker that was sent this code
+                compiled.enable_caching()
+            self._compiled = compiled
+        return self._compiled(*arguments)
+
+    def __reduce__(self) -> tuple[type[_CompiledPairs], tuple[()]]:
+        return type(self), ()
 
 
 def _pairs(
@@ -149,3 +160,6 @@ def _pairs(
                             second[count] = q
                         count += 1
     return count
+
+
+_find_pairs = _CompiledPairs()
