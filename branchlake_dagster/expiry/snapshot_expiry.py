@@ -223,16 +223,6 @@ class SnapshotExpirer:
             return
 
 
-def plan_expiry(
-    lake: Lakehouse, tables: Collection[str] | None = None, policy: ExpiryPolicy | None = None
-) -> ExpiryPlan:
-    """Plan the expiry of snapshots on a lake, by `SnapshotExpirer.plan`. Nothing is changed.
-
-    Without a policy, `ExpiryPolicy()` decides, not the lake's settings.
-    """
-    return SnapshotExpirer.of_lake(lake).plan(tables, policy)
-
-
 def _require_existing(names: Collection[str], existing_names: Set[str]) -> None:
     for name in names:
         if name not in existing_names:

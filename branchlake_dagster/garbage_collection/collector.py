@@ -178,7 +178,7 @@ class FileCollector:
         heartbeats: The heartbeats of the lake's writers.
         properties: PyIceberg's FileIO properties.
         rules: Grace, history horizon and delay.
-        cache_file: Keeps what metadata files lead to for the next pass. None reads all of them in each pass.
+        cache_file: The file of the metadata cache. If None, each pass reads all metadata files.
         budget_s: Seconds after which a pass lists and deletes no further files. The time begins when all live
             states are marked. A pass always deletes the first batch of a due plan.
         now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and

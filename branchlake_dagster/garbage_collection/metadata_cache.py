@@ -160,7 +160,7 @@ class _Entries:
 
 
 class MetadataCache:
-    """What the metadata files of a warehouse lead to, as one pass reads and stores it.
+    """The cached contents of a warehouse's metadata files, as one collection reads and stores them.
 
     Args:
         path: The cache file. None if nothing is kept.

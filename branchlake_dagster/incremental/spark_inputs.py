@@ -14,7 +14,7 @@ from itertools import pairwise
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.expressions import AlwaysFalse, AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import Column, DataFrame, SparkSession, Window
@@ -42,7 +42,7 @@ from branchlake_dagster.tables.arrow_frames import (
     require_unique_keys,
 )
 from branchlake_dagster.tables.errors import PartitionMismatch
-from branchlake_dagster.tables.selection import Selection, to_iceberg_filter, to_sql_predicate
+from branchlake_dagster.tables.selection import Selection, match_any, to_iceberg_filter, to_sql_predicate
 from branchlake_dagster.tables.spark_frames import (
     OUTSIDE_MESSAGE,
     inside_assertion,
@@ -324,9 +324,7 @@ def match_any_key(keys: pa.Table) -> BooleanExpression:
         conditions += [IsNull(names[0])] if values.null_count else []
     else:
         conditions = [_match_key(row) for row in keys.to_pylist()]
-    return Or(
-        AlwaysFalse(), AlwaysFalse(), *conditions
-    )  # a balanced tree, because PyIceberg's visitors recurse
+    return match_any(conditions)
 
 
 def _match_key(row: Mapping[str, object]) -> BooleanExpression:

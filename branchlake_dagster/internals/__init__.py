@@ -1,12 +1,17 @@
 """Uses of names that libraries do not export: one module per library, each use with its reason.
 
 No other part of the package names a private module or attribute of a library. Some modules replace names of a
-library for the whole process. `docs/upstream.md` has the reports for the libraries' authors.
+library for the whole process. `docs/upstream.md` reports those that are defects of the library.
 
 - `column_metrics`, at import: PyIceberg's metrics evaluators, file statistics and `write_file`, because its
   bounds hide rows
 - `pyiceberg`, at import: `ExecutorFactory` in PyIceberg's `snapshot_producers`, because a failed commit
   leaves writers running
+- `pyiceberg`, at import: `manifest_evaluator` in PyIceberg's `snapshot_producers`, because threads share its
+  state
+- `pyiceberg`, at import: `LazyDict._build_dict`, because other threads see a map before it is filled
+- `dagster`, at import: `enter_execution_context` in Dagster's `execute_step`, to find the step of a thread
+  that an asset has started
 - `dagster_launching`, in warm run processes: `create_engine` in Dagster's SQLite storages, to create one
   engine per database instead of one per call
 - `dagster_launching`, in warm run processes: `ScriptDirectory.from_config` of Alembic, to read the revisions

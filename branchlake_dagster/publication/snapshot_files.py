@@ -19,7 +19,6 @@ from urllib.parse import unquote_plus
 
 from cachetools import LRUCache
 from pyiceberg.expressions import (
-    AlwaysFalse,
     AlwaysTrue,
     And,
     BooleanExpression,
@@ -27,7 +26,6 @@ from pyiceberg.expressions import (
     In,
     LessThan,
     LessThanOrEqual,
-    Or,
 )
 from pyiceberg.expressions.visitors import expression_evaluator, inclusive_projection
 from pyiceberg.io import FileIO
@@ -49,6 +47,7 @@ from branchlake_dagster.history.manifests import (
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, data_paths
 from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds, TouchedFiles
 from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ReplacedRows, ReplacedSlice, StringSet
+from branchlake_dagster.tables.selection import match_any
 
 _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
     "string": (StringType,),
@@ -87,8 +86,7 @@ def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
 
     A condition on a column that was dropped, or has another type now, is always true in the expression.
     """
-    slices = [_slice_expression(conditions, schema) for conditions in predicate.slices]
-    return Or(AlwaysFalse(), AlwaysFalse(), *slices)  # a balanced tree, because PyIceberg's visitors recurse
+    return match_any(_slice_expression(conditions, schema) for conditions in predicate.slices)
 
 
 def _slice_expression(conditions: ReplacedSlice, schema: Schema) -> BooleanExpression:

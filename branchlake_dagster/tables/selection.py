@@ -318,8 +318,16 @@ def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression
         return And(GreaterThanOrEqual(condition.column, start), LessThan(condition.column, end))
 
     slices = [reduce(And, map(condition_filter, part)) for part in selection.slices]
-    # Many operands give a balanced tree. A chain of a thousand would exceed Python's limit of recursion.
-    return Or(AlwaysFalse(), AlwaysFalse(), *slices)
+    return match_any(slices)
+
+
+def match_any(conditions: Iterable[BooleanExpression]) -> BooleanExpression:
+    """Join conditions by OR; always false without conditions.
+
+    PyIceberg builds a balanced tree from three or more operands. A chain of a thousand conditions would
+    exceed Python's limit of recursion. The two false operands have no effect on the result.
+    """
+    return Or(AlwaysFalse(), AlwaysFalse(), *conditions)
 
 
 def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str = "") -> str:

@@ -135,8 +135,10 @@ class TableUndo:
     restored_deletes: dict[str, DeleteFile] = field(default_factory=dict)
     """The files of position deletes to add again, by path."""
     newer_paths: set[str] = field(default_factory=set)
-    """The paths of data files that are newer than all of `removed_deletes`, or that the step which wrote the
-    newest of them added. No row of another step in these files is deleted by `removed_deletes`."""
+    """The paths of data files in which `removed_deletes` delete no row of another step.
+
+    These files were added after the newest of these delete files, or by the same step.
+    """
     properties_set: dict[str, str] = field(default_factory=dict)
     properties_removed: tuple[str, ...] = ()
     old_layout: Layout | None = None
@@ -328,8 +330,8 @@ def _require_separate_files(
 def _require_invertible(table: str, step: SnapshotChange) -> None:
     """Raise DependencyFound if the undo of a step cannot be written, whatever the later steps are.
 
-    A step that replaced files of equality deletes is one of them: they apply to older data files only, and
-    would apply to newer ones if they were added again.
+    A step that replaced files of equality deletes cannot be undone: these files apply to older data files
+    only. If they were added again, they would also delete rows of newer files.
     """
     reason = _NOT_INVERTIBLE.get(step.mode)
     if reason is None and step.deletes:

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, list_conjunctions
-from branchlake_dagster.sda.conjunctions.listing import LIST_INPUT_SCHEMA, ListBuilder
+from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
 from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Rescreening, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
@@ -281,8 +281,10 @@ def test_screening_over_spark(session, catalogue):
     assert found.sort_by(BY) == expected.sort_by(BY)
 
 
-@pytest.mark.parametrize("changed", [0, 3])
-def test_the_list_over_spark_continues_the_earlier_one_as_the_function_does(session, catalogue, changed):
+@pytest.mark.parametrize(("changed", "zone"), [(0, "UTC"), (3, "Europe/Berlin")])
+def test_the_list_over_spark_continues_the_earlier_one_as_the_function_does(
+    session, catalogue, changed, zone
+):
     before = Elements.from_arrow(catalogue.sort("sat_no").to_arrow())
     values = before.values.copy()
     values[:changed, ELEMENT_FIELDS.index("mean_anomaly")] += 20.0
@@ -311,8 +313,13 @@ def test_the_list_over_spark_continues_the_earlier_one_as_the_function_does(sess
     frame = session.createDataFrame(
         earlier.select([*ENCOUNTER_SCHEMA.names, "event_id", "first_reported"]).to_arrow()
     )
-    rows = list_conjunctions(session, planned, frame, builder(now, span, planned.rescreening)).toArrow()
-    listed = pl.DataFrame(pl.from_arrow(rows)).sort("tca", "event_id")
+    previous_zone = session.conf.get("spark.sql.session.timeZone")
+    session.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        rows = list_conjunctions(session, planned, frame, builder(now, span, planned.rescreening)).toArrow()
+    finally:
+        session.conf.set("spark.sql.session.timeZone", previous_zone)
+    listed = pl.DataFrame(pl.from_arrow(rows.cast(CONJUNCTION_SCHEMA))).sort("tca", "event_id")
     expected = all_pairs(now, span)
     of_earlier = ["event_id", "first_reported", "previous_miss_distance_km"]
     order = ["sat1_object_designator", "sat2_object_designator", "tca"]
