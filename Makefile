@@ -99,6 +99,6 @@ lock: setup  ## resolve both locks anew
 lock-jars:  ## write the SHA-256 of each jar, after a version in the package has changed
 	$(BIN)/python -m branchlake_dagster.cli.lock_jars
 
-clean:  ## stop the servers and remove everything that was made here
+clean:  ## stop the servers, remove .venv and .branchlake with the data
 	-$(BIN)/branchlake down
 	rm -rf $(VENV) .branchlake
