@@ -164,10 +164,10 @@ class Explainer:
             return None
         try:
             fields = read_metadata_fields(self._io(state.location), state.location)
+            files = parse_state(fields)
         except (OSError, ValueError, StoredFileDamaged):
             self._unreadable.add(state.location)
             return None
-        files = parse_state(fields)
         if any(self._is_wanted(path, wanted) for path in files.statistics):
             return ()
         snapshot_ids = tuple(

@@ -25,11 +25,13 @@ import json
 import os
 import platform
 import re
+import secrets
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,19 @@ _CODE = (
     "internals/pyiceberg.py",
 )
 """The modules that read files and compute keys."""
+
+
+def _hash_code() -> str:
+    """Return a hash of the modules in `_CODE` as they are now; a random text if they cannot be read."""
+    package = files("branchlake_dagster")
+    try:
+        return hashlib.sha256(b"".join(package.joinpath(name).read_bytes() for name in _CODE)).hexdigest()
+    except OSError:
+        return secrets.token_hex()
+
+
+_CODE_DIGEST = _hash_code()
+"""Computed at import: a process that began before an upgrade runs the old code."""
 _PROBES = ("file:///probe/a.parquet", "s3a://Probe//b=%31/C d+e.parquet", "/probe/\u0041\u030a/\u212b.avro")
 """Locations whose keys are stored with the cache and compared."""
 
@@ -327,13 +342,10 @@ class MetadataCache:
         """Return the values that must be equal when a cache is written and when it is used.
 
         The code is one of them: a correction of a parser must reach all files, also those in the cache.
-        Raises OSError if the source files cannot be read.
         """
-        package = Path(__file__).parents[1]
-        code = b"".join((package / name).read_bytes() for name in _CODE)
         return {
             "format": _FORMAT,
-            "code": hashlib.sha256(code).hexdigest(),
+            "code": _CODE_DIGEST,
             "pyiceberg": version("pyiceberg"),
             "warehouse": self._identity,
             "polars": pl.__version__,

@@ -55,6 +55,7 @@ from branchlake_dagster.tables.table_files import table_root
 _FILES_AT_ONCE = 256
 _MAX_FORMAT_VERSION = 3
 """The newest format version of Iceberg whose metadata is understood."""
+_ABSOLUTE = r"^(?:/|[A-Za-z][A-Za-z0-9+.\-]*:)"
 _POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
 """The errors that Polars raises for an Avro file with a codec or type that it does not support."""
 _FOLDER_PROPERTIES = (
@@ -111,10 +112,10 @@ def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
 
 
 def _require_absolute(paths: pl.Series) -> None:
-    """Raise ValueError if a path is relative: the file that it means would not count as reachable."""
-    if paths.dtype != pl.String:
-        return  # no path
-    is_absolute = paths.str.starts_with("/") | paths.str.contains(":", literal=True)
+    """Raise ValueError if a path is null or relative: its file would not count as reachable."""
+    if paths.is_empty():
+        return
+    is_absolute = paths.cast(pl.String).str.contains(_ABSOLUTE).fill_null(value=False)
     if not is_absolute.all():
         raise ValueError(f"The location {paths.filter(~is_absolute)[0]!r} is relative.")
 

@@ -369,9 +369,9 @@ def to_microseconds(moment: datetime) -> int:
 _NO_FILE = -1
 """The size of a path that is a link or a folder now. No planned file has this size, so the path is kept."""
 _FAR_FUTURE_US = 1 << 62
+"""The time of a file whose modification time the store does not report. Such a file is never old enough."""
 _INODE_BITS = (1 << 63) - 1
 """The bits of an inode number that a signed integer can hold; some file systems use one more."""
-"""The time of a file whose modification time the store does not report. Such a file is never old enough."""
 
 
 def _to_microseconds(modified_at: Any) -> int:

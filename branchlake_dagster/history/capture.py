@@ -323,7 +323,7 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
         summary_value(snapshot, LakeProperty.RUN_ID),
         replayed_from(snapshot),
         undone_deletes,
-        replaces_deletes=bool(removed_deletes) and not undone_deletes and kind is not ChangeKind.COMPACT,
+        replaces_deletes=bool(deletes and removed_deletes) and kind is not ChangeKind.COMPACT,
     )
 
 

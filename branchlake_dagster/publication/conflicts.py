@@ -503,9 +503,9 @@ def has_disjoint_keys(
     """Return whether the bounds of one key column prove that both sides changed different keys.
 
     False if a file of either side has no bounds for each key column, or if an undo on `main` removed delete
-    files. A compacted file has wider bounds than
-    the files that it was made from. So a file counts as outside if its own bounds, or those of all files that
-    it was made from, do not meet the run's. `old_files` has these files, by the path of the compacted file.
+    files. A compacted file has wider bounds than the files that it was made from. So a file counts as outside
+    if its own bounds, or those of all files that it was made from, do not meet the run's. `old_files` has
+    these files, by the path of the compacted file.
     """
     if any(one.deletes and LakeProperty.UNDONE_SNAPSHOTS in one.properties for one in main_steps):
         return False  # an undo removed delete files, and the keys of the rows that came back are not known

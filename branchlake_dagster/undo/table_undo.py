@@ -16,12 +16,13 @@ publications. They can be undone as well.
 | removed, rewrote or compacted a file whose rows the undone step deleted by delete files | depends on it |
 | removed or replaced these delete files | depends on it |
 | wrote files with the partition spec that the undone step set | depends on it |
-| updated or deleted rows where these rows come back | depends on it, unless it deleted rows only by value |
+| updated or deleted rows where these rows come back | depends on it, except an upsert with deletes by value |
 
 The delete files of an undone step are removed, so that the rows that they deleted come back in their files.
 If the step had replaced older files of position deletes, the older ones are added again. Deletes by value
-(equality deletes) apply to all older rows, whether other delete files had deleted them or not. So later ones
-are independent of the undone step.
+(equality deletes) apply to all older rows, whether other delete files had deleted them or not. So those of a
+later upsert are independent of the undone step. Those of a statement may have only the values of rows that
+it saw.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from branchlake_dagster.publication.table_change import (
     TableChange,
 )
 from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind, find_exclusive_property
+from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ValueRange
 from branchlake_dagster.wording import CodedReason
 
 _NOT_INVERTIBLE = {
@@ -67,6 +69,8 @@ _ROWS_CHANGED = CodedReason(
     "later changes may concern rows that the publication removed", "rows_changed_since"
 )
 SPEC_CHANGED = CodedReason("its partition spec was changed since", "partition_spec_changed_since")
+_PERIODS_US = {"hour": 3_600_000_000, "day": 86_400_000_000}
+"""The length of a partition in microseconds, by the name of its transform."""
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 _MORE_PARTITIONS = "…"
@@ -198,7 +202,7 @@ def plan_table_undo(
     # The undo of a run does not repeat a compaction that was reversed for the run.
     own = replace(own, snapshot_ids=own.snapshot_ids - _find_reversals(change.steps))
     steps = _drop_undone_steps(drop_reversed_compactions(change.steps))
-    superseding_steps = _find_superseding_steps(steps, own.snapshot_ids, change.after.partition_columns)
+    superseding_steps = _find_superseding_steps(steps, own.snapshot_ids, change.after)
     own_steps, undo = list[SnapshotChange](), TableUndo()
     later_deletes: list[DeleteFile] = []
     for step in steps:
@@ -226,7 +230,7 @@ def plan_table_undo(
     undo.is_superseded = bool(own.snapshot_ids) and not own_steps
     _require_known_layout(table, undo, change, own)
     _plan_spec(table, undo, steps, change, own)
-    _plan_columns(table, undo, change, own)
+    _plan_columns(table, undo, steps, change, own)
     if not (keep_positions or undo.is_superseded):
         _require_own_positions(table, change, own, current_properties)
     _plan_properties(undo, own, current_properties, keep_positions)
@@ -255,14 +259,14 @@ def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
 
 
 def _find_superseding_steps(
-    steps: Sequence[SnapshotChange], own_ids: Collection[int], partition_columns: frozenset[str]
+    steps: Sequence[SnapshotChange], own_ids: Collection[int], layout: Layout
 ) -> dict[int, SnapshotChange]:
     """Return the later step that replaced all rows of an undone step, by the snapshot id of the undone step.
 
     `own_ids` are the snapshots to undo; steps without such a later step are left out. The changes between
     both steps do not matter: their rows in the replaced partitions are gone as well. Exceptions are a
     statement that may have moved rows to other partitions, and an upsert that may have skipped keys there.
-    `partition_columns` are the source columns of the table's partition fields.
+    `layout` is the table's present layout.
     """
     superseding_steps: dict[int, SnapshotChange] = {}
     for number, own_step in enumerate(steps):
@@ -273,34 +277,72 @@ def _find_superseding_steps(
                     continue
                 between = later_steps[:position]
                 if _replaces_whole_table(step) or not any(
-                    _may_move_rows(one, own_step) or _may_skip_keys(one, partition_columns) for one in between
+                    _may_move_rows(one, own_step, layout) or _may_skip_keys(one, own_step, layout)
+                    for one in between
                 ):
                     superseding_steps[own_step.snapshot_id] = step
                 break
     return superseding_steps
 
 
-def _may_move_rows(step: SnapshotChange, own_step: SnapshotChange) -> bool:
+def _may_move_rows(step: SnapshotChange, own_step: SnapshotChange, layout: Layout) -> bool:
     """Return whether a statement of a user may have moved rows to other partitions, or would have moved them.
 
     It may have moved rows of the undone step `own_step` if it changed rows in a partition of that step and
-    added rows to another partition. In a table without partitions, every statement that added rows may have
-    done so. It may also have missed rows that `own_step` had removed, whatever it changed.
+    added rows to another partition. If the rows that `own_step` replaced are not whole partitions of the
+    table, every statement that added rows may have done so. It may also have missed rows that `own_step` had
+    removed, whatever it changed.
     """
     if step.mode not in (ChangeMode.REWRITE, ChangeMode.ROW_DELETES) or not step.added:
         return False
     own_partitions = {file.partition for file in own_step.touched_files}
     added_partitions = {file.partition for file in step.added}
-    if "" not in added_partitions and added_partitions <= own_partitions:
+    if added_partitions <= own_partitions and _replaces_whole_partitions(own_step, layout):
         return False
     changed_partitions = {file.partition for file in step.removed}
     changed_partitions |= {delete_file.partition for delete_file in step.deletes}
     return bool(own_step.removed or own_partitions & changed_partitions)
 
 
-def _may_skip_keys(step: SnapshotChange, partition_columns: frozenset[str]) -> bool:
-    """Return whether an upsert that keeps existing rows may have skipped keys of rows in other partitions."""
-    return _keeps_existing_rows(step) and not (partition_columns and partition_columns <= {*step.key_columns})
+def _replaces_whole_partitions(step: SnapshotChange, layout: Layout) -> bool:
+    """Return whether the rows that a step replaced are certainly whole partitions of the table."""
+    predicate = step.recorded_predicate
+    return predicate is not None and all(
+        conditions and all(_is_aligned(condition, layout) for condition in conditions)
+        for conditions in predicate.slices
+    )
+
+
+def _is_aligned(condition: ReplacedCondition, layout: Layout) -> bool:
+    """Return whether all values of a table's partition are on the same side of the condition.
+
+    False proves nothing: ranges of months and years are not compared.
+    """
+    names = [column.name for column in layout.columns if column.id == condition.field_id]
+    transforms = {transform for source, transform, _ in layout.spec if source in names}
+    if "identity" in transforms:
+        return True
+    if not isinstance(condition, ValueRange) or condition.kind == "string":
+        return False
+    bounds = [int(condition.low), int(condition.high)]
+    if condition.kind == "date":
+        return "day" in transforms
+    periods = [_PERIODS_US[transform] for transform in transforms & _PERIODS_US.keys()]
+    return any(all(bound % period == 0 for bound in bounds) for period in periods)
+
+
+def _may_skip_keys(step: SnapshotChange, own_step: SnapshotChange, layout: Layout) -> bool:
+    """Return whether an upsert that keeps existing rows may have skipped keys that `own_step` had added.
+
+    It cannot have if its keys contain all columns by which rows belong to the replaced ones.
+    """
+    if not _keeps_existing_rows(step):
+        return False
+    predicate = own_step.recorded_predicate
+    slices = predicate.slices if predicate is not None else ()
+    ids = {condition.field_id for conditions in slices for condition in conditions}
+    names = layout.partition_columns | {column.name for column in layout.columns if column.id in ids}
+    return not (ids and names <= {*step.key_columns})
 
 
 def _keeps_existing_rows(step: SnapshotChange) -> bool:
@@ -635,17 +677,20 @@ def _plan_spec(
     undo.restores_spec = True
 
 
-def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
+def _plan_columns(
+    table: str, undo: TableUndo, steps: Sequence[SnapshotChange], change: TableChange, own: OwnChange
+) -> None:
     """Plan to restore the earlier columns in `undo`, if the undone publications changed the columns.
 
-    Raises DependencyFound if a later publication has added data or delete files, or has changed the columns,
+    `steps` are those of `change` that no earlier undo has reversed. Raises DependencyFound if a later
+    publication has added data or delete files, or has changed the columns,
     the partition spec or the sort order since: these may use a column that the undo would remove.
     """
     old_layout = own.old_layout
     if old_layout is None or old_layout.shape == own.new_layout.shape:
         return
     own_ids = own.snapshot_ids
-    others = [step for step in change.steps if step.snapshot_id not in own_ids]
+    others = [step for step in steps if step.snapshot_id not in own_ids]
     writers = [step for step in others if step.added or step.deletes]
     present, new = change.after, own.new_layout
     has_changed = (present.shape, present.spec, present.sort_order) != (new.shape, new.spec, new.sort_order)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -149,18 +149,40 @@ def test_locations_of_contents() -> None:
 def test_the_files_of_table_metadata() -> None:
     state = parse_state(
         {
+            "format-version": 2,
             "location": "s3://b/t/",
             "properties": {"write.data.path": "s3://b/data", "other": "s3://b/no"},
-            "snapshots": [{"manifest-list": "l1"}, {"manifests": ["m1", "m2"]}],
-            "statistics": [{"statistics-path": "s1"}],
-            "partition-statistics": [{"statistics-path": "s2"}],
-            "metadata-log": [{"metadata-file": "old"}],
+            "snapshots": [{"manifest-list": "s3://b/l1"}, {"manifests": ["s3://b/m1", "s3://b/m2"]}],
+            "statistics": [{"statistics-path": "s3://b/s1"}],
+            "partition-statistics": [{"statistics-path": "s3://b/s2"}],
+            "metadata-log": [{"metadata-file": "s3://b/old"}],
         }
     )
-    assert state.manifest_lists == ("l1",)
-    assert state.manifests == (("m1", 0), ("m2", 0))
-    assert state.statistics == ("s1", "s2")
+    assert state.manifest_lists == ("s3://b/l1",)
+    assert state.manifests == (("s3://b/m1", 0), ("s3://b/m2", 0))
+    assert state.statistics == ("s3://b/s1", "s3://b/s2")
     assert state.folders == ("s3://b/t/", "s3://b/data/")
+
+
+@pytest.mark.parametrize("path", ["/w/l", "file:/w/l", "s3a://b/l", "abfss://c@a/l", "C:\\w\\l"])
+def test_an_absolute_location_is_accepted(path: str) -> None:
+    state = parse_state({"format-version": 2, "snapshots": [{"manifest-list": path}]})
+    assert state.manifest_lists == (path,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format-version": 4},
+        {"format-version": 2, "snapshots": [{"manifest-list": "metadata/l"}]},
+        {"format-version": 2, "snapshots": [{"manifest-list": "data/ts=10:00/l"}]},
+        {"format-version": 2, "snapshots": [{"manifests": ["/w/m", None]}]},
+        {"format-version": 2, "statistics": [{"statistics-path": None}]},
+    ],
+)
+def test_metadata_whose_files_cannot_be_located_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the caller reports it with the location
+        parse_state(fields)
 
 
 @pytest.mark.parametrize(

@@ -249,3 +249,15 @@ def test_replaced_delete_files_of_another_spec_do_not_return(bench: Workbench) -
     change_table(bench, add_id)
     wrong = published(bench, remove_id_and_delete)
     assert codes(refused(bench, wrong)) == {"partition_spec"}
+
+
+def test_columns_can_be_undone_after_the_undo_of_a_later_delete_file(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("a", 2)])
+    path = path_of(bench, "a")
+    wrong = change_table(bench, add_column)
+    later = deleted_by_position(bench, path, 0)
+    assert codes(refused(bench, wrong)) == {"columns_used"}
+    undo(bench, later)
+    undo(bench, wrong)
+    assert bench.rows() == [("a", 1), ("a", 2)]
+    assert not any(field.name == "note" for field in bench.main().schema().fields)

@@ -27,11 +27,12 @@ from branchlake_dagster.publication.table_change import (
     DeleteFile,
     File,
     Layout,
+    LayoutColumn,
     SnapshotChange,
     TableChange,
 )
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet
+from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, ValueRange
 from branchlake_dagster.undo import table_undo
 from branchlake_dagster.undo.result import UndoRefused
 from branchlake_dagster.undo.table_undo import DependencyFound, OwnChange, TableUndo, plan_table_undo
@@ -71,7 +72,10 @@ def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
 
 # -- the plan ------------------------------------------------------------------------------------------
 
-LAYOUT = Layout(spec=(("day", "identity", "day"),))
+LAYOUT = Layout(
+    columns=(LayoutColumn(1, "day", "string", False), LayoutColumn(2, "id", "long", False)),
+    spec=(("day", "identity", "day"),),
+)
 OLD, NEW, LATER = File("old", "day=a"), File("new", "day=a"), File("later", "day=a")
 BY_POSITION = DeleteFile("by-position", "day=a", DataPaths(b"old", b"old"))
 BY_VALUE = DeleteFile("by-value", "day=a", by_value=True)
@@ -203,6 +207,44 @@ def test_rows_that_a_statement_moved_to_another_partition_are_left(
         assert reason(*steps)[1] == ("later",)
     else:
         assert planned(*steps).is_superseded
+
+
+HOUR_US = 3_600_000_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "transform", "is_superseded"),
+    [
+        (0, HOUR_US, "hour", True),
+        (0, HOUR_US // 2, "hour", False),
+        (0, HOUR_US, "day", False),
+        (0, 24 * HOUR_US, "day", True),
+        (0, 24 * HOUR_US, "bucket[4]", False),
+    ],
+)
+def test_a_statement_within_a_partition_may_have_moved_rows_to_another_window(
+    low: int, high: int, transform: str, is_superseded: bool
+) -> None:
+    layout = Layout(
+        columns=(LayoutColumn(1, "at", "timestamptz", False),), spec=(("at", transform, "at_part"),)
+    )
+    replacing = SnapshotChange(
+        1,
+        ChangeMode.REPLACE_PARTITIONS,
+        added=(NEW,),
+        recorded_predicate=ReplacedRows(((ValueRange(1, "time", low, high),),)),
+        partition_names=("a",),
+        run_id="wrong",
+    )
+    statement = SnapshotChange(2, ChangeMode.REWRITE, added=(File("moved", "day=a"),), removed=(NEW,))
+    steps = (replacing, statement, replace(replacing, snapshot_id=3, added=(LATER,), removed=(NEW,)))
+    own = OwnChange(frozenset({1}), {}, {}, layout, layout)
+    try:
+        result = plan_table_undo("t", TableChange(layout, layout, steps), own, {})
+    except DependencyFound:
+        assert not is_superseded
+    else:
+        assert result.is_superseded is is_superseded
 
 
 def test_both_publications_that_wrote_the_same_deletes_are_undone_together() -> None:
