@@ -68,10 +68,6 @@ class SharedLake:
 
 @pytest.fixture
 def shared(lakehouse: Lakehouse, namespace: str) -> Iterator[SharedLake]:
-    # A collection reads every reference. Tests of Nessie's client leave branches with contents that it cannot show.
-    for ref in list(lakehouse.nessie.references(filter="ref.name.startsWith('test/')")):
-        delete = lakehouse.nessie.delete_tag if ref.type == "TAG" else lakehouse.nessie.delete_branch
-        delete(ref.name, expected_hash=ref.hash)
     ensure_main_has_commit(lakehouse.nessie)
     lake = SharedLake(lakehouse, namespace)
     yield lake

@@ -127,6 +127,17 @@ def nessie(request: pytest.FixtureRequest) -> Iterator[NessieClient]:
     else:
         with NessieClient(request.getfixturevalue("nessie_uri"), retry=once) as client:
             yield client
+            delete_test_references(client)
+
+
+def delete_test_references(client: NessieClient) -> None:
+    """Delete the references that tests of the client have created.
+
+    Nessie cannot list the contents of some of them, so later clean-ups that read all references would fail.
+    """
+    for ref in list(client.references(filter="ref.name.startsWith('test/')")):
+        delete = client.delete_tag if ref.type == ReferenceType.TAG else client.delete_branch
+        delete(ref.name, expected_hash=ref.hash)
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ _BUGS = {
     "files of others are discarded": (CommitPlan, "_discard_values", _discarded),
     "what main has lost is taken for the run's": (sweep_plan, "_is_branch_base", lambda *_: True),
     "files are not opened": (committer, "find_unreadable_candidates", lambda tables, batch: {}),
-    "a pass that stands still stops the others": (pass_lock, "_abandon_stale", lambda *_, **__: None),
+    "a pass that stands still stops the others": (pass_lock, "_abandon", lambda *_, **__: None),
     "another instance's branches are reaped": (
         OriginFinder,
         "find_origin",
