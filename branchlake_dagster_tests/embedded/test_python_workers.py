@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -69,6 +70,8 @@ class Server:
         secret = self.secret.encode()
         connection.sendall(struct.pack("!i", len(secret)) + secret)
         assert connection.recv(6) == struct.pack("!i", 2) + b"ok"
+        # PySpark ends workers by SIGHUP. A new worker ignores it for a moment, and would outlive its daemon.
+        assert holds_within(30.0, lambda: not ignores_hangup(pid), every_s=0.01)
         return pid
 
     def end(self) -> None:
@@ -95,6 +98,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
         for one in warm_processes(folder):
             with contextlib.suppress(psutil.NoSuchProcess):  # a fork of it that ends by itself
                 one.kill()
+
+
+def ignores_hangup(pid: int) -> bool:
+    """Whether a process ignores SIGHUP, as a daemon does, and its worker until it is ready for a task."""
+    (mask,) = re.findall(r"SigIgn:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) & 1 << (signal.SIGHUP - 1))
 
 
 def warm_processes(folder: Path) -> list[psutil.Process]:
