@@ -208,7 +208,7 @@ class TableReader:
         self._rows = 0
 
     def check(self) -> bool:
-        """Return whether each row occurs once, and no row of an earlier answer is missing."""
+        """Return whether each row occurs once, and the answer has no fewer rows than the previous one."""
         rows, distinct = self._count()
         is_right = rows == distinct and rows >= self._rows
         self._rows = rows

@@ -305,13 +305,19 @@ class MetadataCache:
                 try:
                     self._read_file(self._path)
                     self._select_usable()
-                except Exception:  # noqa: BLE001 - without a cache, all files are read
-                    # Damaged, of another version or of another warehouse. A missing file is an OSError.
+                except FileNotFoundError:
+                    pass  # no collection has written one yet
+                except Exception as error:  # noqa: BLE001 - without a cache, all files are read
+                    # Damaged, of another version or of another warehouse.
                     self._entries = {kind: _Entries() for kind in _COLUMNS}
+                    self._progress(
+                        "The metadata cache is not used, so all metadata files are read:"
+                        f" {type(error).__name__}: {error}"
+                    )
         return self._entries
 
     def _read_file(self, path: Path) -> None:
-        """Read the cache file. Raises one of the errors that `_load` expects if it cannot be used."""
+        """Read the cache file. Raises FileNotFoundError without one, and any error if it cannot be used."""
         # Not mapped: another process may write to the file after its digest was compared.
         content = pa.py_buffer(path.read_bytes())
         body = memoryview(content)[:-_DIGEST_BYTES]

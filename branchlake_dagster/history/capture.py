@@ -176,8 +176,8 @@ def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
         LossReason.RECREATED: "The table was dropped and created again after the asset last consumed it.",
         LossReason.EXPIRED: "Snapshots since the asset last consumed the table have expired. Their changes"
         " are not known.",
-        LossReason.DELETES_UNDONE: "A publication with delete files was undone after the asset consumed it."
-        " The rows that came back are in no added file.",
+        LossReason.DELETES_UNDONE: "The undo of a publication removed delete files. It is not certain which"
+        " rows came back, because they are in no added file.",
         LossReason.FILES_GONE: "Files of snapshots since the asset last consumed the table were deleted.",
         LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back. Rows that it had computed from"
         " consumed changes are gone.",

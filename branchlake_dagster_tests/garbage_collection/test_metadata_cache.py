@@ -342,12 +342,21 @@ def test_files_of_a_young_table_are_read_again(lake: CollectedLake, read_files: 
     assert len(read_files) == 3
 
 
+def test_a_damaged_cache_is_reported_and_a_missing_one_is_not(lake: CollectedLake) -> None:
+    sentences: list[str] = []
+    lake.collector(progress=sentences.append).plan()
+    assert not any("metadata cache" in sentence for sentence in sentences)
+    cache_file(lake).write_bytes(b"damaged")
+    lake.collector(progress=sentences.append).plan()
+    assert any("metadata cache" in sentence for sentence in sentences)
+
+
 def test_a_cache_that_cannot_be_written_is_reported(lake: CollectedLake) -> None:
     cache_file(lake).with_name(f"{CACHE_FILE}.new").mkdir()
     sentences: list[str] = []
     made = lake.collector(progress=sentences.append).plan()
     assert describe(made) == describe(plan(lake, with_cache=False))
-    assert any("cache" in sentence for sentence in sentences)
+    assert any("metadata cache" in sentence for sentence in sentences)
     assert not cache_file(lake).exists()
 
 
