@@ -74,7 +74,7 @@ class WritePlan:
         existing_table: the table on the run's branch; None if it is created by this write.
         schema: the columns of the existing table, or of the one to create.
         selection: the rows that belong to the run's partitions or ranges; None for all rows.
-        matches_rows: whether rows of the table may have the keys of an upsert.
+        candidate_rows: the largest number of rows of the table that may have the keys of an upsert.
         replaces_keys: whether the frame replaces all rows with the keys that changed in the inputs.
         partition_spec: the partitions of a table to create.
         creation_properties: the properties of a table to create.
@@ -84,10 +84,15 @@ class WritePlan:
     existing_table: Table | None
     schema: Schema
     selection: Selection | None
-    matches_rows: bool = False
+    candidate_rows: int = 0
     replaces_keys: bool = False
     partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC
     creation_properties: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def matches_rows(self) -> bool:
+        """Whether rows of the table may have the keys of an upsert."""
+        return self.candidate_rows > 0
 
 
 def convert_frame(value: Any, request: WriteRequest, existing_table: Table | None) -> OutputFrame:
@@ -162,9 +167,11 @@ def plan_write(
         replaces_keys=consumption is not None and bool(consumption.replaced_keys),
     )
     if existing_table is not None:
-        # An upsert into a table without rows has nothing to match.
-        matches_rows = spec.write_mode == "upsert" and arrow_frames.may_have_rows(existing_table)
-        return replace(plan, matches_rows=matches_rows)
+        if spec.write_mode != "upsert":
+            return plan
+        # Rows with the same keys have the same values in the partition columns that are keys.
+        candidates = None if selection is None else selection.limited_to(spec.keys)
+        return replace(plan, candidate_rows=arrow_frames.count_candidate_rows(existing_table, candidates))
     partition_spec = partitioning.build_partition_spec(
         request.definition, columns, schema, table_name=spec.name, layout=spec.layout
     )
@@ -349,7 +356,9 @@ class TableWriter:
                 keys = prepared.changed_keys
                 spark_inputs.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
             else:
-                spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
+                spark_frames.write_spark_frame(
+                    frame, spec, table.schema(), selection, properties, candidate_rows=plan.candidate_rows
+                )
                 if spec.keeps_matched:
                     self._rewrite_after_late_commits(plan, frame, properties)
         return self._without_late_commits(plan, properties)

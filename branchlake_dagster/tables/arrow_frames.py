@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -266,16 +267,23 @@ def require_rows_inside(
         )
 
 
-def may_have_rows(table: Table) -> bool:
-    """Return whether a table may have rows. False only if its metadata and manifests show no row.
+def count_candidate_rows(table: Table, selection: Selection | None = None) -> int:
+    """Return the largest number of rows that a table may have in the selection (default: all rows).
 
-    The summary alone does not prove an empty table, because any engine may write it.
+    Returns 0 only if manifests show that no row is selected. Otherwise, the number may be too large: it
+    includes all rows of a file that may have one selected row, and deleted rows. Reads the manifests that may
+    have such files, and without a selection the snapshot's summary; `sys.maxsize` if that has no number.
     """
     snapshot = table.current_snapshot()
     if snapshot is None:
-        return False
+        return 0
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
-    return summary.get("total-records") != "0" or any(True for _ in table.scan().plan_files())
+    total = summary.get("total-records", "unknown")
+    # A summary of 0 proves nothing, because any engine may write it.
+    if selection is None and total != "0":
+        return int(total) if total.isdecimal() else sys.maxsize
+    row_filter = AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
+    return sum(max(1, task.file.record_count) for task in table.scan(row_filter=row_filter).plan_files())
 
 
 def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:

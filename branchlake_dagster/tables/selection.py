@@ -8,7 +8,7 @@ partitions' time zone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from functools import reduce
@@ -79,6 +79,14 @@ class Selection:
     def column_names(self) -> tuple[str, ...]:
         """Return the columns that the conditions use."""
         return tuple(dict.fromkeys(c.column for part in self.slices for c in part))
+
+    def limited_to(self, column_names: Collection[str]) -> Selection | None:
+        """Return the selection without conditions on other columns; None if it then selects all rows.
+
+        It selects each row that has the same values in `column_names` as a row of this selection.
+        """
+        slices = [tuple(c for c in part if c.column in column_names) for part in self.slices]
+        return Selection(tuple(dict.fromkeys(slices))) if all(slices) else None
 
 
 def select_partitions(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from pyiceberg.schema import Schema
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
+from pyspark.sql import Column, DataFrame, DataFrameWriterV2, Observation, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import DataType, DateType, StructType, TimestampNTZType, TimestampType
@@ -38,6 +38,11 @@ _COPIES_COLUMN = "__branchlake_copies"
 _NOT_UNIQUE_MESSAGE = "branchlake: upsert key not unique"
 _UNSTABLE_MESSAGE = "branchlake: frame changed while it was written"
 OUTSIDE_MESSAGE = "branchlake: row outside the partitions"
+_FEW_CANDIDATE_ROWS = 1_000_000
+"""The largest number of rows whose keys are read without finding first which files may match.
+
+Spark reads the keys of a million rows in about a second. To find the files, it computes the frame once more.
+"""
 _settings_lock = threading.Lock()
 
 
@@ -80,24 +85,37 @@ def write_spark_frame(
     schema: Schema,
     selection: Selection | None,
     properties: Mapping[str, str],
+    *,
+    candidate_rows: int | None = None,
 ) -> None:
-    """Write `frame` by the spec's write mode to the table, in one Spark job.
+    """Write `frame` by the spec's write mode to the table.
 
-    `schema` is the table's schema. `selection` has the rows that the write may replace; None means the whole
-    table. `properties` are the properties of the snapshot's summary. Raises PartitionMismatch and
-    UpsertKeyInvalid. Some rows may already be written then, but only to the run's branch, which will not be
+    Spark computes the frame once, and twice for some upserts with `when_matched="keep"`.
+
+    Some rows may already be written when an error is raised, but only to the run's branch, which will not be
     published.
+
+    Args:
+        frame: the rows to write.
+        spec: the table and its write mode.
+        schema: the table's schema.
+        selection: the rows that the write may replace; None means the whole table.
+        properties: the properties of the snapshot's summary.
+        candidate_rows: the largest number of rows of the table that may have the keys of an upsert. (default:
+            unknown)
+
+    Raises:
+        PartitionMismatch: a row is outside the selection.
+        UpsertKeyInvalid: a key is null, not unique, or differs when the frame is computed again.
     """
     column_names = {field.name for field in schema.fields}
     # A column that is null in all rows has no type, and the table may not have that column yet.
     frame = frame.drop(*(name for name in frame.columns if name not in column_names))
     if spec.write_mode == "upsert":
-        _merge_by_keys(frame, spec, schema, selection, properties)
+        _upsert_by_keys(frame, spec, schema, selection, properties, candidate_rows)
         return
     observed_frame, observation = _observe_rows_outside(frame, schema, selection)
-    writer = observed_frame.writeTo(spec.spark_name)
-    for key, value in properties.items():
-        writer = writer.option(f"{_SNAPSHOT_PROPERTY}{key}", value)
+    writer = _write_to(observed_frame, spec, properties)
     if spec.write_mode == "append":
         writer.append()
     elif spec.write_mode == "replace_table":
@@ -134,17 +152,26 @@ def _is_outside(schema: Schema, selection: Selection) -> Column:
     return ~F.coalesce(F.expr(to_sql_predicate(selection, schema)), F.lit(False))
 
 
-def _merge_by_keys(
+def _write_to(frame: DataFrame, spec: TableSpec, properties: Mapping[str, str]) -> DataFrameWriterV2:
+    writer = frame.writeTo(spec.spark_name)
+    for key, value in properties.items():
+        writer = writer.option(f"{_SNAPSHOT_PROPERTY}{key}", value)
+    return writer
+
+
+def _upsert_by_keys(
     frame: DataFrame,
     spec: TableSpec,
     schema: Schema,
     selection: Selection | None,
     properties: Mapping[str, str],
+    candidate_rows: int | None,
 ) -> None:
-    """Upsert the frame with MERGE. A null or duplicate key fails the job: Iceberg would insert all its rows.
+    """Upsert the frame. A null or duplicate key fails the job: Iceberg would insert all its rows.
 
-    With `when_matched="keep"`, Spark only adds data files. It reads the table's key columns in the files
-    whose bounds overlap the time keys of the frame.
+    With `when_matched="keep"`, Spark only adds data files. If no row of the table can match, it appends the
+    frame. Otherwise, it reads the table's key columns in the files of the partitions, and in the files whose
+    bounds overlap the time keys of the frame.
     """
     require_key_columns(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
@@ -156,36 +183,58 @@ def _merge_by_keys(
     source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
     if selection is not None:
         source = source.filter(inside_assertion(selection, schema, f"{_COPIES_COLUMN} < 1"))
-    bounds = _time_key_bounds(frame, spec) if spec.keeps_matched else None
-    if bounds is not None:
-        source = source.filter(_within_assertion(bounds))
-    source = source.drop(_COPIES_COLUMN).alias("incoming")
-    join_condition = " AND ".join(
-        f"{spec.spark_name}.{quote_spark_name(key)} = incoming.{quote_spark_name(key)}" for key in spec.keys
-    )
-    if bounds is not None:
-        join_condition = " AND ".join([join_condition, *bounds.conditions_on(spec.spark_name)])
-    columns = {quote_spark_name(name): F.col(f"incoming.{quote_spark_name(name)}") for name in frame.columns}
-    with set_session_properties(frame.sparkSession, properties):
-        try:
-            merge = source.mergeInto(spec.spark_name, F.expr(join_condition))
+    with _typed_upsert_errors(spec, schema, selection):
+        if spec.keeps_matched and candidate_rows == 0:
+            _write_to(source.drop(_COPIES_COLUMN), spec, properties).append()
+            return
+        # Rows with the same keys have the same values in the partition columns that are keys.
+        candidates = None if selection is None else selection.limited_to(spec.keys)
+        has_few_candidates = candidate_rows is not None and candidate_rows <= _FEW_CANDIDATE_ROWS
+        bounds = None
+        if spec.keeps_matched and (candidates is None or not has_few_candidates):
+            bounds = _time_key_bounds(frame, spec)
+            source = source.filter(_within_assertion(bounds))
+        join_conditions = [
+            f"{spec.spark_name}.{quote_spark_name(key)} = incoming.{quote_spark_name(key)}"
+            for key in spec.keys
+        ]
+        if bounds is not None:
+            join_conditions += bounds.conditions_on(spec.spark_name)
+        if candidates is not None:
+            join_conditions.append(f"({to_sql_predicate(candidates, schema, table_alias=spec.spark_name)})")
+        columns = {
+            quote_spark_name(name): F.col(f"incoming.{quote_spark_name(name)}") for name in frame.columns
+        }
+        with set_session_properties(frame.sparkSession, properties):
+            merge = (
+                source.drop(_COPIES_COLUMN)
+                .alias("incoming")
+                .mergeInto(spec.spark_name, F.expr(" AND ".join(join_conditions)))
+            )
             if not spec.keeps_matched:
                 merge = merge.whenMatched().update(columns)
             merge.whenNotMatched().insert(columns).merge()
-        except Exception as error:
-            if _NOT_UNIQUE_MESSAGE in str(error):
-                raise duplicate_key_error(spec) from error
-            if OUTSIDE_MESSAGE in str(error):
-                raise partition_mismatch_error(spec, schema, selection, "Rows") from error
-            if _UNSTABLE_MESSAGE in str(error):
-                raise UpsertKeyInvalid(
-                    "The frame was computed twice, with different keys.",
-                    table=spec.name,
-                    hint="Return a frame that is the same each time: without sample(), limit() or random"
-                    " numbers. Or cache it in the asset.",
-                    reason="frame_not_stable",
-                ) from error
-            raise
+
+
+@contextmanager
+def _typed_upsert_errors(spec: TableSpec, schema: Schema, selection: Selection | None) -> Iterator[None]:
+    """Convert the failed assertions of an upsert to UpsertKeyInvalid and PartitionMismatch."""
+    try:
+        yield
+    except Exception as error:
+        if _NOT_UNIQUE_MESSAGE in str(error):
+            raise duplicate_key_error(spec) from error
+        if OUTSIDE_MESSAGE in str(error):
+            raise partition_mismatch_error(spec, schema, selection, "Rows") from error
+        if _UNSTABLE_MESSAGE in str(error):
+            raise UpsertKeyInvalid(
+                "The frame was computed twice, with different keys.",
+                table=spec.name,
+                hint="Return a frame that is the same each time: without sample(), limit() or random"
+                " numbers. Or cache it in the asset.",
+                reason="frame_not_stable",
+            ) from error
+        raise
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,11 @@ def test_that_a_table_has_no_rows_is_not_taken_from_a_summary_alone(
     told = SimpleNamespace(additional_properties={} if total is None else {"total-records": total})
     table: Any = SimpleNamespace(
         current_snapshot=lambda: SimpleNamespace(summary=told),
-        scan=lambda: SimpleNamespace(plan_files=lambda: [object()] * files),
+        scan=lambda **_: SimpleNamespace(
+            plan_files=lambda: [SimpleNamespace(file=SimpleNamespace(record_count=0))] * files
+        ),
     )
-    assert arrow_frames.may_have_rows(table) is rows
+    assert bool(arrow_frames.count_candidate_rows(table)) is rows
 
 
 def test_the_first_rows_of_an_upsert_need_no_spark_and_are_checked(

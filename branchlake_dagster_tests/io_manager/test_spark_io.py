@@ -283,15 +283,18 @@ def test_a_late_commit_of_an_earlier_attempt_takes_no_row_from_an_upsert_that_ke
     write, late = spark_frames.write_spark_frame, []
 
     def write_after_another(
-        frame: DataFrame, spec: Any, schema: Any, selection: Any, properties: Any
+        frame: DataFrame, spec: Any, schema: Any, selection: Any, properties: Any, **options: Any
     ) -> None:
         if late:
-            write(frame, spec, schema, selection, {**properties, LakeProperty.ATTEMPT: late.pop()})
-        write(frame, spec, schema, selection, properties)
+            earlier = {**properties, LakeProperty.ATTEMPT: late.pop()}
+            write(frame, spec, schema, selection, earlier, **options)
+        write(frame, spec, schema, selection, properties, **options)
 
     monkeypatch.setattr(spark_frames, "write_spark_frame", write_after_another)
     with project(lakehouse, t) as p:
+        late.append("0")  # both attempts append, because the table was empty when they were planned
         settled(p)
+        assert p.rows(namespace, "t") == [{"kind": "a", "id": 1, "n": 1}]
         rows[:] = [{"kind": "a", "id": 1, "n": 2}, {"kind": "b", "id": 2, "n": 2}]
         late.append("0")
         settled(p)
@@ -410,6 +413,83 @@ def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(
         ]
         rows[:] = []
         settled(p)
+
+
+def test_an_upsert_whose_keys_include_the_partition_reads_no_other_partition(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Rows = []
+    t = sparks(
+        namespace,
+        rows,
+        "hour timestamp, id long, n long",
+        partitions_def=HOURLY,
+        metadata=table_metadata(
+            write_mode="upsert",
+            keys=["hour", "id"],
+            when_matched="keep",
+            partition_by="hour",
+            require_checks=False,
+        ),
+    )
+
+    def compute_twice(*_: Any) -> None:
+        raise AssertionError("The frame is computed only to find the files that may match.")
+
+    with project(lakehouse, t) as p:
+        monkeypatch.setattr(spark_frames, "_time_key_bounds", compute_twice)
+        rows[:] = [{"hour": at(1), "id": 1, "n": 1}, {"hour": at(1), "id": 2, "n": 1}]
+        settled(p, partition="2026-08-08-01:00")
+        first_files = [
+            Path(task.file.file_path.removeprefix("file:"))
+            for task in lakehouse.catalog().load_table((namespace, "t")).scan().plan_files()
+        ]
+        moved = [(file, file.rename(file.with_suffix(".away"))) for file in first_files]
+        # An hour without rows is appended, and the same ids may be there in another hour.
+        for added in ([1, 2], [2, 3]):
+            rows[:] = [{"hour": at(2), "id": number, "n": added[0]} for number in added]
+            settled(p, partition="2026-08-08-02:00")
+        for file, away in moved:
+            away.rename(file)
+        stored = sorted((row["hour"].hour, row["id"], row["n"]) for row in p.rows(namespace, "t"))
+        assert stored == [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (2, 3, 2)]
+
+        for bad, error in (
+            ([(at(3), 7), (at(3), 7)], UpsertKeyInvalid),
+            ([(at(3), None)], UpsertKeyInvalid),
+            ([(at(4), 7)], PartitionMismatch),
+            ([(None, 7)], UpsertKeyInvalid),
+        ):
+            rows[:] = [{"hour": hour, "id": number, "n": 1} for hour, number in bad]
+            p.run(partition="2026-08-08-03:00", ok=False)
+            p.failed_with(error, f"{namespace}.t")
+
+
+def test_the_bounds_of_time_keys_are_used_if_many_rows_may_match(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Rows = [{"hour": at(1), "id": 1, "n": 1}]
+    metadata = table_metadata(
+        write_mode="upsert",
+        keys=["hour", "id"],
+        when_matched="keep",
+        partition_by="hour",
+        require_checks=False,
+    )
+    t = sparks(namespace, rows, "hour timestamp, id long, n long", partitions_def=HOURLY, metadata=metadata)
+    found: list[Any] = []
+    find_bounds = spark_frames._time_key_bounds
+    monkeypatch.setattr(
+        spark_frames, "_time_key_bounds", lambda *args: found.append(find_bounds(*args)) or found[-1]
+    )
+    with project(lakehouse, t) as p:
+        settled(p, partition="2026-08-08-01:00")
+        assert not found
+        monkeypatch.setattr(spark_frames, "_FEW_CANDIDATE_ROWS", 0)
+        rows[:] = [{"hour": at(1), "id": number, "n": 2} for number in (1, 2)]
+        settled(p, partition="2026-08-08-01:00")
+        assert [bounds.is_empty for bounds in found] == [False]
+        assert sorted((row["id"], row["n"]) for row in p.rows(namespace, "t")) == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(

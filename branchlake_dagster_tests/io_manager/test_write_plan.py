@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +85,18 @@ def test_a_plan_of_each_mode(
     assert [field.name for field in plan.schema.fields] == SCHEMA.names
     created_with_days = table is None and partitioned
     assert (plan.partition_spec != UNPARTITIONED_PARTITION_SPEC) == created_with_days
+
+
+@pytest.mark.parametrize(("day", "candidate_rows"), [("2026-01-02", 1), ("2026-01-03", 0)])
+def test_an_upsert_matches_rows_of_its_partitions_if_the_partition_column_is_a_key(
+    tmp_path: Path, day: str, candidate_rows: int
+) -> None:
+    table = table_in(tmp_path, ROWS.set_column(1, "day", pa.array([date(2026, 1, 2)])))
+    by_key = replace(request("upsert", partitioned=True, keys=("day", "sku")), partition_keys=[day])
+    assert plan_write(by_key, SCHEMA, table).candidate_rows == candidate_rows
+    # The same key may be in a row of another partition.
+    elsewhere = replace(request("upsert", partitioned=True), partition_keys=[day])
+    assert plan_write(elsewhere, SCHEMA, table).candidate_rows == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

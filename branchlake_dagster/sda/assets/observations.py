@@ -23,7 +23,9 @@ from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 GROUP = "observations"
 OBSERVATIONS = dg.AssetKey(["sda", "observations"])
 REJECTED_OBSERVATIONS = dg.AssetKey(["sda", "rejected_observations"])
-_KEYS = ["sensor_timestamp", "observation_id"]
+_WINDOW_KEYS = ["window_start", "sensor_timestamp", "observation_id"]
+"""The window is a key, so that a run looks for its measurements in its own hours only."""
+_REJECTED_KEYS = ["sensor_timestamp", "observation_id"]
 
 
 def observation_assets(
@@ -75,7 +77,7 @@ def observation_assets(
                 freshness_policy=OF_WINDOWS,
                 metadata=table_metadata(
                     write_mode="upsert",
-                    keys=_KEYS,
+                    keys=_WINDOW_KEYS,
                     when_matched="keep",
                     partition_by="window_start",
                     require_checks=True,
@@ -102,7 +104,7 @@ def observation_assets(
         ins=inputs,
         metadata=table_metadata(
             write_mode="upsert",
-            keys=_KEYS,
+            keys=_REJECTED_KEYS,
             when_matched="keep",
             layout=["day(sensor_timestamp)"],
             require_checks=True,
