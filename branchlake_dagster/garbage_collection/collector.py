@@ -576,11 +576,12 @@ class FileCollector:
         self, one: _Pass, plan_id: str, batch: Sequence[PlannedFile], result: ExecutedPlan
     ) -> ExecutedPlan:
         """Delete the files of a batch that are still orphans and unchanged, and journal what happened."""
-        orphans = self._select_orphans(one, batch)
+        orphans, missing_paths = self._select_orphans(one, batch)
         deletions = {each.path: each for each in self._files.delete([file.path for file in orphans])}
         by_state: dict[str, list[PlannedFile]] = {"kept": [], "deleted": [], "missing": [], "failed": []}
         for file in batch:
-            deletion = deletions.get(file.path, Deletion(file.path, "kept"))
+            untried = Deletion(file.path, "missing" if file.path in missing_paths else "kept")
+            deletion = deletions.get(file.path, untried)
             by_state[deletion.state].append(file)
         errors = {path: each.error for path, each in deletions.items() if each.error}
         for state, state_files in by_state.items():
@@ -599,10 +600,12 @@ class FileCollector:
             + Counter(file.table for file in by_state["deleted"]),
         )
 
-    def _select_orphans(self, one: _Pass, batch: Sequence[PlannedFile]) -> list[PlannedFile]:
+    def _select_orphans(
+        self, one: _Pass, batch: Sequence[PlannedFile]
+    ) -> tuple[list[PlannedFile], frozenset[str]]:
         """Return the planned files that are still orphans and whose size and time are as planned.
 
-        Files that do not exist any more are returned as well.
+        The second value is the paths of the orphans that do not exist any more. They are not in the list.
         """
         locations = [self._files.location_of(file.path) for file in batch]
         present = self._files.inspect([file.path for file in batch])
@@ -616,13 +619,16 @@ class FileCollector:
         verdicts = one.rule.judge(one.keyer.keys(locations), last_change_us, locations, one.reachable.keys)
         folders = {location.rpartition("/")[0] for location in locations}
         table_folders = {folder for folder in folders if self._files.is_table_folder(folder)}
-        return [
-            file
-            for file, location, verdict, current in zip(batch, locations, verdicts, present, strict=True)
-            if verdict is FileVerdict.ORPHAN
-            and location.rpartition("/")[0] in table_folders
-            and (current is None or (current.size, current.modified_us) == (file.size, file.modified_us))
-        ]
+        orphans: list[PlannedFile] = []
+        missing_paths: set[str] = set()
+        for file, location, verdict, current in zip(batch, locations, verdicts, present, strict=True):
+            if verdict is not FileVerdict.ORPHAN or location.rpartition("/")[0] not in table_folders:
+                continue
+            if current is None:
+                missing_paths.add(file.path)
+            elif (current.size, current.modified_us) == (file.size, file.modified_us):
+                orphans.append(file)
+        return orphans, frozenset(missing_paths)
 
 
 def _describe_storage(properties: Mapping[str, str]) -> str:

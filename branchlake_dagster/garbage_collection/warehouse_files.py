@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,20 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from branchlake_dagster.catalog.stored_files import MIN_LISTED_FILES, is_chosen_name, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, Transient, Unsupported
 from branchlake_dagster.garbage_collection.location_keys import canonical_location, is_inside, split_scheme
+from branchlake_dagster.garbage_collection.s3_deletion import (
+    MAX_KEYS,
+    BatchReply,
+    BatchUnknown,
+    BatchUnsupported,
+    S3BatchDeletion,
+    can_name,
+)
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
 _BATCH = 8192
 _REMOTE_THREADS = 32
+_BATCH_THREADS = 4
 _LOCAL_THREADS = 8
 """The number of threads for local deletions. Each deletion takes up to a millisecond."""
 _MIN_FOLDER_FILES = 20
@@ -120,6 +130,7 @@ class WarehouseFiles:
         self._system: FileSystem = io.fs_by_scheme(self.scheme, netloc)
         self.is_local = isinstance(self._system, LocalFileSystem)
         self._location_prefix = "file://" if self.is_local else f"{self.scheme}://"
+        self._batch_deletion = S3BatchDeletion.from_properties(self.scheme, netloc, properties)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> WarehouseFiles:
@@ -281,29 +292,69 @@ class WarehouseFiles:
     def delete(self, paths: Sequence[str]) -> list[Deletion]:
         """Delete files and return what happened to each, in order. An error of one file stops no other.
 
-        fsspec's file systems delete the files by batched requests first; then such a file is reported as
-        `missing`. After an error the file is inspected, because a request whose reply was lost may have
-        deleted it.
+        S3 deletes up to 1,000 files by one request and does not say which of them did not exist: they count
+        as deleted. fsspec's file systems delete the files by batched requests first; then such a file is
+        reported as `missing`. If the outcome of a file is unknown, the file is inspected: a request whose
+        reply was lost may have deleted it.
         """
+        deletions = self._delete_batches(paths) if self._batch_deletion is not None else {}
+        others = [path for path in paths if path not in deletions]
         if isinstance(self._system, PyFileSystem) and isinstance(self._system.handler, FSSpecHandler):
             # The outcome of a batch is read from the storage: a batch that failed may be half done.
             with contextlib.suppress(Exception):
-                self._system.handler.fs.rm(list(paths))
-        with ThreadPoolExecutor(_LOCAL_THREADS if self.is_local else _REMOTE_THREADS) as pool:
-            return list(pool.map(self._delete_file, paths))
+                self._system.handler.fs.rm(others)
+        if others:
+            with ThreadPoolExecutor(_LOCAL_THREADS if self.is_local else _REMOTE_THREADS) as pool:
+                deletions |= zip(others, pool.map(self._delete_file, others), strict=True)
+        return [deletions[path] for path in paths]
+
+    def _delete_batches(self, paths: Sequence[str]) -> dict[str, Deletion]:
+        """Delete files by requests with many keys. Files without an outcome must be deleted one by one."""
+        nameable = [path for path in paths if can_name(path)]
+        batches = [nameable[start : start + MAX_KEYS] for start in range(0, len(nameable), MAX_KEYS)]
+        deletions: dict[str, Deletion] = {}
+        with ThreadPoolExecutor(_BATCH_THREADS) as pool:
+            for outcome in pool.map(self._delete_batch, batches):
+                deletions |= {deletion.path: deletion for deletion in outcome}
+        return deletions
+
+    def _delete_batch(self, paths: Sequence[str]) -> list[Deletion]:
+        """Delete files by one request. Return no outcomes if the store does not support such requests."""
+        deletion = self._batch_deletion
+        if deletion is None:
+            return []
+        try:
+            reply = deletion.delete([path.partition("/")[2] for path in paths])
+        except BatchUnsupported:
+            self._batch_deletion = None  # the store would refuse the next request as well
+            return []
+        except BatchUnknown as error:
+            find_outcome = partial(self._find_outcome, error=str(error))
+            with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+                return list(pool.map(find_outcome, paths))
+        return [self._read_reply(path, reply) for path in paths]
+
+    def _read_reply(self, path: str, reply: BatchReply) -> Deletion:
+        key = path.partition("/")[2]
+        if code := reply.errors.get(key):
+            return Deletion(path, "failed", code)
+        if key in reply.deleted:
+            return Deletion(path, "deleted")
+        return self._find_outcome(path, "NoReply")
 
     def _delete_file(self, path: str) -> Deletion:
+        if self.is_local:
+            # Hadoop's local file system writes a checksum file next to each file that Spark writes. It goes
+            # first: if the process is killed in between, the file is deleted later, but a hidden file is not.
+            folder, _, name = path.rpartition("/")
+            with contextlib.suppress(OSError):
+                Path(f"{folder}/.{name}.crc").unlink()
         try:
             self._delete_one(path)
         except FileNotFoundError:
             return Deletion(path, "missing")
         except Exception as error:  # noqa: BLE001 - whatever it is, the file is looked up
-            return self._find_outcome(path, error)
-        if self.is_local:
-            # Hadoop's local file system writes a checksum file next to each file that Spark writes.
-            folder, _, name = path.rpartition("/")
-            with contextlib.suppress(OSError):
-                Path(f"{folder}/.{name}.crc").unlink()
+            return self._find_outcome(path, type(error).__name__)
         return Deletion(path, "deleted")
 
     def _delete_one(self, path: str) -> None:
@@ -312,12 +363,13 @@ class WarehouseFiles:
         else:
             self._system.delete_file(path)
 
-    def _find_outcome(self, path: str, error: Exception) -> Deletion:
+    def _find_outcome(self, path: str, error: str) -> Deletion:
+        """Return the outcome of a deletion that ended with an error: the file may be gone all the same."""
         try:
             (file,) = self.inspect([path])
         except WarehouseUnreadable as unreadable:
-            return Deletion(path, "failed", f"{type(error).__name__}, then {type(unreadable).__name__}")
-        return Deletion(path, "deleted") if file is None else Deletion(path, "failed", type(error).__name__)
+            return Deletion(path, "failed", f"{error}, then {type(unreadable).__name__}")
+        return Deletion(path, "deleted") if file is None else Deletion(path, "failed", error)
 
     def write_marker(self, content: bytes) -> datetime:
         """Replace the collector's marker file. Return its modification time, by the store's clock.

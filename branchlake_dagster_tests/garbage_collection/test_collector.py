@@ -222,6 +222,29 @@ def test_a_checksum_file_goes_with_its_file(lake: CollectedLake) -> None:
 # -- what is kept --------------------------------------------------------------------------------------
 
 
+def test_a_checksum_file_goes_although_the_process_is_killed_beside_its_file(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checksum file is hidden. No later pass lists it if its file is gone."""
+    strays = [Path(lake.stray(file=f"{number}.parquet")) for number in range(3)]
+    checksums = [lake.write(stray.with_name(f".{stray.name}.crc")) for stray in strays]
+    lake.age()
+    lake.collector(ago=4 * DAY).run()
+    collector = lake.collector(ago=2 * DAY)
+    delete_one = collector._files._delete_one
+
+    def delete_and_die(path: str) -> None:
+        delete_one(path)
+        raise Killed
+
+    monkeypatch.setattr(collector._files, "_delete_one", delete_and_die)
+    with pytest.raises(Killed):
+        collector.run()
+    lake.collector(ago=2 * DAY).run()
+    lake.collector().run()
+    assert not {*map(str, strays), *checksums} & lake.files()
+
+
 def test_young_files_and_files_of_the_future_are_kept(lake: CollectedLake) -> None:
     old, young, future = (lake.stray(file=f"{name}.parquet") for name in ("old", "young", "future"))
     lake.age()

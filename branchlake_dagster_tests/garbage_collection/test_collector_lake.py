@@ -53,8 +53,8 @@ class SharedLake:
             if path.is_file():
                 os.utime(path, (stamp, stamp))
 
-    def stray(self, folder: str) -> str:
-        path = Path(folder.removeprefix("file:").replace("///", "/")) / "data" / "stray.parquet"
+    def stray(self, folder: str, file: str = "stray.parquet") -> str:
+        path = Path(folder.removeprefix("file:").replace("///", "/")) / "data" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
         return str(path)

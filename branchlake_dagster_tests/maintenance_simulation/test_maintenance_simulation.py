@@ -204,7 +204,7 @@ def believe_the_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def delete_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that became reachable between the plan and its execution is deleted."""
-    monkeypatch.setattr(FileCollector, "_select_orphans", lambda self, one, batch: list(batch))
+    monkeypatch.setattr(FileCollector, "_select_orphans", lambda self, one, batch: (list(batch), frozenset()))
 
 
 def forget_dropped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
