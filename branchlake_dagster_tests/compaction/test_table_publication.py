@@ -139,6 +139,38 @@ def test_a_dropped_table_and_a_new_partition_spec(bench: Workbench) -> None:
         plan_compactions(bench.lake, [f"{bench.namespace}.t"])
 
 
+@pytest.mark.parametrize("is_created_anew", [False, True])
+@pytest.mark.parametrize("at_commit", [False, True])
+def test_a_renamed_table_gives_way(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, at_commit: bool, is_created_anew: bool
+) -> None:
+    rewriting = Rewriting(bench)
+    client = bench.lake.nessie
+    commit, schema = client.commit, bench.main().schema()
+
+    def rename() -> None:
+        bench.lake.catalog().rename_table((bench.namespace, "t"), (bench.namespace, "renamed"))
+        if is_created_anew:
+            bench.lake.catalog().create_table((bench.namespace, "t"), schema)
+
+    def commit_after_rename(branch: str, **options: Any) -> Any:
+        if branch == MAIN and LakeProperty.MAINTENANCE in options.get("properties", {}):
+            monkeypatch.undo()
+            rename()
+        return commit(branch, **options)
+
+    if at_commit:
+        monkeypatch.setattr(client, "commit", commit_after_rename)
+    else:
+        rename()
+    assert set(codes(rewriting.publish()).values()) == {"table_gone"}
+    assert maintenance_commits(bench) == []
+    renamed = bench.main("renamed").scan().to_arrow()
+    assert sorted(zip(*(renamed[name].to_pylist() for name in ("day", "id")), strict=True)) == ROWS
+    if is_created_anew:
+        assert bench.rows() == []
+
+
 # -- open runs -----------------------------------------------------------------------------------------
 
 

@@ -673,6 +673,29 @@ def test_a_dropped_table_is_reported(bench: Workbench) -> None:
     assert (table.is_gone, table.commit) == (True, None)
 
 
+@pytest.mark.parametrize("is_created_anew", [False, True])
+@pytest.mark.parametrize("at_commit", [False, True])
+def test_a_table_that_is_renamed_meanwhile_keeps_its_snapshots(
+    bench: Workbench, at_commit: bool, is_created_anew: bool
+) -> None:
+    before = seeded(bench)
+    plan = planned(bench)
+    schema = bench.main().schema()
+
+    def rename() -> None:
+        bench.lake.catalog().rename_table(bench.key(), bench.key("renamed"))
+        if is_created_anew:
+            bench.lake.catalog().create_table(bench.key(), schema)
+
+    if not at_commit:
+        rename()
+    (table,) = faulty(bench, *["meanwhile"] * at_commit, meanwhile=rename).run(plan).tables
+    assert (table.is_gone, table.commit, table.error) == (not is_created_anew, None, None)
+    assert ids(bench, "renamed") == before
+    (table,) = expirer(bench).run(expirer(bench).plan([bench.key("renamed").name], STRICT)).tables
+    assert table.expired_count == 4
+
+
 # -- planted bugs --------------------------------------------------------------------------------------
 
 

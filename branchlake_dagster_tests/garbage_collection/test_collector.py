@@ -934,6 +934,39 @@ def test_a_file_that_is_committed_between_two_batches_is_not_deleted(
     assert not Path(left[1]).exists()
 
 
+@pytest.mark.parametrize("change", ["rename", "rename and create", "drop"])
+@pytest.mark.parametrize("part", ["plan", "execution"])
+def test_a_table_that_is_renamed_or_dropped_meanwhile_keeps_its_files(
+    lake: CollectedLake, change: str, part: str
+) -> None:
+    """A commit of before still has a dropped table. Files that nothing needs go all the same."""
+    old = lake.stray()
+    kept = lake.data_files()
+    lake.age()
+
+    def change_table() -> None:
+        catalog = lake.lake.catalog()
+        if change == "drop":
+            catalog.drop_table((lake.namespace, "t"))
+            return
+        catalog.rename_table((lake.namespace, "t"), (lake.namespace, "renamed"))
+        if change == "rename and create":
+            lake.create("t")
+
+    head = lake.nessie.reference(MAIN).hash
+    for executing, ago in ((False, 2 * DAY), (True, timedelta(0))):
+        collector, files = interrupted(lake, ago=ago)
+        if executing == (part == "execution"):
+            files.at_listing = change_table
+        collector.run()
+    assert not Path(old).exists()
+    assert all(Path(path).exists() for path in kept)
+    assert lake.rows("t", f"{MAIN}@{head}") == [1]
+    if change != "drop":
+        assert lake.rows("renamed") == [1]
+    assert lake.collect() == set()
+
+
 def test_a_file_that_was_written_again_is_not_deleted(lake: CollectedLake) -> None:
     grown, touched, gone = lake.stray(), lake.stray(), lake.stray()
     lake.age()
