@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from branchlake_dagster.compaction.file_measures import PartitionFiles
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.wording import CodedReason
+from branchlake_dagster.wording import CodedReason, format_count
 
 
 class Strategy(StrEnum):
@@ -184,7 +184,10 @@ def plan_partitions(
     """Choose and order the partitions to rewrite. A partition is hot by its last write before `now`."""
     measures = list(measures)
     # Spark also selects files of older partition specs by the predicate of a partition, so none is selected.
-    old_tables = {measured.table for measured in measures if not measured.is_current_spec}
+    old_partitions: dict[str, list[str]] = {}
+    for measured in measures:
+        if not measured.is_current_spec:
+            old_partitions.setdefault(measured.table, []).append(measured.partition)
     candidates: list[PlannedPartition] = []
     skipped: list[SkippedPartition] = []
     healthy = 0
@@ -192,9 +195,12 @@ def plan_partitions(
         planned = _plan_partition(measured, options)
         if planned is None:
             healthy += 1
-        elif measured.table in old_tables:
-            reason = CodedReason("the table has files of an older partition spec", "older_partition_spec")
-            skipped.append(SkippedPartition(measured, reason))
+        elif old_names := old_partitions.get(measured.table):
+            sentence = (
+                f"{format_count(len(old_names), 'partition')} of the table still have files of an older"
+                f" partition spec, such as {min(old_names) or 'the whole table'}"
+            )
+            skipped.append(SkippedPartition(measured, CodedReason(sentence, "older_partition_spec")))
         elif obstacle := _find_obstacle(measured, options, now):
             skipped.append(SkippedPartition(measured, obstacle))
         else:

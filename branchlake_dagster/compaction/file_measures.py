@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from urllib.parse import unquote_plus
 
@@ -37,6 +37,8 @@ class PartitionFiles:
         small_bytes: The size of the small files.
         delete_files: The number of delete files and deletion vectors that may delete rows of a data file
             that the table still has.
+        dangling_deletes: The number of delete files of the whole table that can delete no row of any data
+            file that the table still has. It is the same for all partitions of a table.
         deletes_bytes: The size of the data files that are not small and to which such deletes may apply.
         deletes_data_files: The number of the data files of `deletes_bytes`.
         last_write: When rows were last written to the partition; None if the snapshots of its files have
@@ -60,6 +62,7 @@ class PartitionFiles:
     predicate: str | None = None
     is_current_spec: bool = True
     target_bytes: int = _DEFAULT_TARGET_BYTES
+    dangling_deletes: int = 0
 
     @property
     def candidate_files(self) -> int:
@@ -107,12 +110,14 @@ def measure_table(table: Table, name: str, *, small_file_bytes: int) -> list[Par
         open_partition.files.append((file, sequence_number))
         if entry.snapshot_id is not None:
             open_partition.snapshot_ids.add(entry.snapshot_id)
-    effective_deletes = _EffectiveDeletes(metadata, deletes)
+    effective_deletes = EffectiveDeletes(metadata, deletes)
     write_times = _write_times(metadata)
-    return [
+    measures = [
         _measure_partition(name, partition, one, metadata, effective_deletes, write_times, small_file_bytes)
         for partition, one in sorted(partitions.items())
     ]
+    dangling_count = effective_deletes.dangling_count
+    return [replace(measured, dangling_deletes=dangling_count) for measured in measures]
 
 
 def format_partition(file: DataFile, metadata: TableMetadata) -> str:
@@ -138,7 +143,7 @@ def _write_times(metadata: TableMetadata) -> Mapping[int, datetime]:
     }
 
 
-class _EffectiveDeletes:
+class EffectiveDeletes:
     """Finds the delete files that may delete rows of given data files.
 
     Delete files stay in a table's metadata after their data files were rewritten. A delete file is omitted if
@@ -148,10 +153,18 @@ class _EffectiveDeletes:
     def __init__(self, metadata: TableMetadata, deletes: Sequence[tuple[DataFile, int]]) -> None:
         self._by_partition: dict[str, list[tuple[DeleteFile, DataFile, int]]] = defaultdict(list)
         self._everywhere: list[tuple[DeleteFile, DataFile, int]] = []
+        self._count = len(deletes)
+        self._found_ids: set[int] = set()
+        """The ids of the objects of `deletes` that `find` has counted."""
         plain_files = convert_delete_files(metadata, (file for file, _ in deletes))
         for plain, (file, sequence_number) in zip(plain_files, deletes, strict=True):
             listed = self._everywhere if plain.everywhere else self._by_partition[plain.partition]
             listed.append((plain, file, sequence_number))
+
+    @property
+    def dangling_count(self) -> int:
+        """The number of delete files that `find` has not counted for any partition so far."""
+        return self._count - len(self._found_ids)
 
     def find(self, partition: str, files: Sequence[tuple[DataFile, int]]) -> tuple[int, set[str]]:
         """Return the number of delete files that may delete rows of `files`, and the paths of these files.
@@ -185,7 +198,9 @@ class _EffectiveDeletes:
                     if (number < delete_number or (number == delete_number and not is_equality))
                     and (plain.paths is None or plain.paths.may_name(file.file_path))
                 }
-            delete_count += bool(hit_paths)
+            if hit_paths:
+                delete_count += 1
+                self._found_ids.add(id(delete_file))
             concerned_paths |= hit_paths
         return delete_count, concerned_paths
 
@@ -195,7 +210,7 @@ def _measure_partition(
     partition: str,
     one: _OpenPartition,
     metadata: TableMetadata,
-    effective_deletes: _EffectiveDeletes,
+    effective_deletes: EffectiveDeletes,
     write_times: Mapping[int, datetime],
     small_file_bytes: int,
 ) -> PartitionFiles:

@@ -53,7 +53,7 @@ def build_call(key: ContentKey, unit: Sequence[PlannedPartition], options: Compa
         "min-input-files": "2",
         "delete-file-threshold": "1",
     }
-    if any(planned.measured.delete_files for planned in unit):
+    if any(planned.measured.delete_files or planned.measured.dangling_deletes for planned in unit):
         procedure_options["remove-dangling-deletes"] = "true"
     if options.strategy is not Strategy.BIN_PACK:
         procedure_options["rewrite-all"] = "true"

@@ -125,6 +125,7 @@ def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
                 "expected_files": planned.expected_files,
                 "bytes": planned.bytes,
                 "delete_files": planned.measured.delete_files,
+                "dangling_deletes": planned.measured.dangling_deletes,
             }
             for planned in plan.partitions
         ],

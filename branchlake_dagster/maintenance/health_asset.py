@@ -55,7 +55,7 @@ class HealthLimits:
         small_files (int): Files below 32 MiB in one partition. (default: 50)
         snapshots (int): Snapshots of one table. (default: 5,000)
         metadata_mb (float): Size of one table's metadata file in MB. Each commit writes it. (default: 10)
-        delete_files (int): Delete files of one table. (default: 100)
+        delete_files (int): Delete files of one table that readers must apply. (default: 100)
 
     Examples:
         .. code-block:: python
@@ -154,6 +154,7 @@ def _health_metadata(
         "data files": MetadataValue.int(total.data_files),
         "small files": MetadataValue.int(total.small_files),
         "delete files": MetadataValue.int(total.delete_files),
+        "dangling delete files": MetadataValue.int(total.dangling_deletes),
         "data bytes": MetadataValue.int(total.data_bytes),
         "snapshots": MetadataValue.int(total.snapshots),
         "manifests": MetadataValue.int(total.manifests),
@@ -211,9 +212,9 @@ def evaluate_health(
         if table.metadata_bytes > limits.metadata_mb * 1e6
     }
     many_deletes = {
-        table.table: format_count(table.delete_files, "delete file")
+        table.table: format_count(table.delete_files - table.dangling_deletes, "delete file")
         for table in tables
-        if table.delete_files > limits.delete_files
+        if table.delete_files - table.dangling_deletes > limits.delete_files
     }
     return [
         _check_result("readable", {table.table: table.error for table in unreadable}),

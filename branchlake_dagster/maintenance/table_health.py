@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from pyiceberg.manifest import DataFileContent, ManifestEntryStatus
+from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent, ManifestEntryStatus
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_metadata
-from branchlake_dagster.compaction.file_measures import format_partition
+from branchlake_dagster.compaction.file_measures import EffectiveDeletes, format_partition
 from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, sql_name
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -33,17 +33,19 @@ class TableHealth:
     """The health of one table at one state of `main`, or sums over several tables. Sizes are in bytes.
 
     `table` is the table's name as a query writes it. Files and `manifests` are those of the current snapshot;
-    `snapshots` counts all snapshots. `most_small_files` is the highest number of small files in one
-    partition; `crowded_partition` is that partition as text, empty for a table without partitions or small
-    files. `bytes_by_age` has the bytes of data files by the age groups in `AGES`; files of expired snapshots
-    count as `older`. `unreachable_bytes` is the size of files in the table's folders that the collection has
-    planned to delete.
+    `dangling_deletes` counts the delete files that can delete no row of the data files, so readers do not
+    apply them. `snapshots` counts all snapshots. `most_small_files` is the highest number of small files in
+    one partition; `crowded_partition` is that partition as text, empty for a table without partitions or
+    small files. `bytes_by_age` has the bytes of data files by the age groups in `AGES`; files of expired
+    snapshots count as `older`. `unreachable_bytes` is the size of files in the table's folders that the
+    collection has planned to delete.
     """
 
     table: str
     data_files: int = 0
     small_files: int = 0
     delete_files: int = 0
+    dangling_deletes: int = 0
     data_bytes: int = 0
     snapshots: int = 0
     manifests: int = 0
@@ -95,10 +97,15 @@ def _measure_table(files: TableFiles, key: ContentKey, location: str, now: datet
     io = files.io(location)
     metadata = read_metadata(io, location)
     snapshot = metadata.current_snapshot()
-    manifests = list(read_manifests(io, snapshot))
+    # Delete files come first: with them, the data files are needed to find those that still delete rows.
+    manifests = sorted(
+        read_manifests(io, snapshot), key=lambda manifest: manifest.content != ManifestContent.DELETES
+    )
     groups = _AgeGroups(metadata, now)
     small_files: dict[str, int] = {}
-    data_files = delete_files = data_bytes = 0
+    deletes: list[tuple[DataFile, int]] = []
+    files_beside_deletes: dict[str, list[tuple[DataFile, int]]] = {}
+    data_files = data_bytes = 0
     bytes_by_age = dict.fromkeys(AGES, 0)
     for manifest in manifests:
         for entry in read_manifest_entries(io, manifest):
@@ -106,20 +113,27 @@ def _measure_table(files: TableFiles, key: ContentKey, location: str, now: datet
                 continue
             file = entry.data_file
             if file.content != DataFileContent.DATA:
-                delete_files += 1
+                deletes.append((file, entry.sequence_number or 0))
                 continue
+            if deletes:
+                partition = format_partition(file, metadata)
+                files_beside_deletes.setdefault(partition, []).append((file, entry.sequence_number or 0))
             data_files += 1
             data_bytes += file.file_size_in_bytes
             bytes_by_age[groups.find_group(entry.snapshot_id)] += file.file_size_in_bytes
             if file.file_size_in_bytes < SMALL_FILE_BYTES:
                 partition = format_partition(file, metadata)
                 small_files[partition] = small_files.get(partition, 0) + 1
+    effective_deletes = EffectiveDeletes(metadata, deletes)
+    for partition, beside_deletes in files_beside_deletes.items():
+        effective_deletes.find(partition, beside_deletes)
     crowded_partition = max(small_files, key=lambda partition: small_files[partition], default="")
     return TableHealth(
         sql_name(key),
         data_files=data_files,
         small_files=sum(small_files.values()),
-        delete_files=delete_files,
+        delete_files=len(deletes),
+        dangling_deletes=effective_deletes.dangling_count,
         data_bytes=data_bytes,
         snapshots=len(metadata.snapshots),
         manifests=len(manifests),
@@ -158,6 +172,7 @@ def sum_health(tables: Iterable[TableHealth]) -> TableHealth:
         data_files=sum(table.data_files for table in tables),
         small_files=sum(table.small_files for table in tables),
         delete_files=sum(table.delete_files for table in tables),
+        dangling_deletes=sum(table.dangling_deletes for table in tables),
         data_bytes=sum(table.data_bytes for table in tables),
         snapshots=sum(table.snapshots for table in tables),
         manifests=sum(table.manifests for table in tables),

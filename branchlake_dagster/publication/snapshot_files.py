@@ -194,12 +194,15 @@ def _collect_files(stored: StoredSnapshot, snapshot: Snapshot, files: _FileConve
     deletes: list[DeleteFile] = []
     removed_deletes: list[DeleteFile] = []
     operation = snapshot.summary.operation if snapshot.summary else None
-    mode = ChangeMode.COMPACT if operation == Operation.REPLACE else None
+    is_compaction = operation == Operation.REPLACE
+    mode = ChangeMode.COMPACT if is_compaction else None
     for entry in stored.entries:
         file = entry.data_file
-        if file.spec_id != files.default_spec:
-            mode = ChangeMode.OLD_LAYOUT
         is_added = entry.status == ManifestEntryStatus.ADDED
+        # Iceberg's compaction drops delete files that have nothing left to delete, whatever their spec.
+        is_dangling = is_compaction and not is_added and file.content != DataFileContent.DATA
+        if file.spec_id != files.default_spec and not is_dangling:
+            mode = ChangeMode.OLD_LAYOUT
         if file.content == DataFileContent.DATA:
             (added if is_added else removed).append(files.to_data_file(file))
         elif not is_added:

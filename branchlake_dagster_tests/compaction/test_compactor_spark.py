@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.expressions import AlwaysTrue, EqualTo
 from pyiceberg.io.pyarrow import ArrowScan
 from pyiceberg.transforms import BucketTransform
 from pyiceberg.types import StringType
@@ -31,6 +31,7 @@ from branchlake_dagster.compaction.compaction_plan import (
 )
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.compaction.errors import CompactionRowsDiffer, RewriteFailed
+from branchlake_dagster.compaction.file_measures import measure_table
 from branchlake_dagster.compaction.result import CompactedTable, CompactionProgress, CompactionResult
 from branchlake_dagster.compaction.spark_rewrite import rewrite_partitions
 from branchlake_dagster.compaction.summary import (
@@ -145,6 +146,41 @@ def test_deletes_are_folded_in_and_their_rows_stay_away(bench: Workbench) -> Non
     assert snapshot is not None
     assert snapshot.summary is not None
     assert snapshot.summary["total-delete-files"] == "0"
+
+
+@pytest.mark.filterwarnings("ignore:Merge on read is not yet supported")
+@pytest.mark.parametrize("is_older_spec", [True, False])
+def test_delete_files_without_data_files_go_with_the_next_compaction(
+    bench: Workbench, is_older_spec: bool
+) -> None:
+    """PyIceberg's overwrite keeps the delete files of the data files that it replaces.
+
+    Without older data files of another partition, Iceberg drops them with any commit, whatever their spec.
+    """
+    bench.sql(MERGE_ON_READ, "DELETE FROM {t} WHERE day = 'a' AND id IN (1, 6)")
+    if is_older_spec:
+        with bench.main().update_spec() as update:
+            update.add_field("id", BucketTransform(1), "id_bucket")
+    condition = AlwaysTrue() if is_older_spec else EqualTo("day", "a")
+    bench.main().overwrite(frame([("a", 0)]), condition)
+    for number in range(1, 5):
+        bench.main().append(frame([("a", number)]))
+    measures = measure_table(bench.main(), "t", small_file_bytes=10**6)
+    assert {measured.delete_files for measured in measures} == {0}
+    assert {measured.dangling_deletes for measured in measures} == {count_delete_files(bench)}
+    assert count_delete_files(bench) > 0
+    rows = bench.rows()
+    table = compacted(bench, max_small_files=4)
+    assert (table.error, table.commit is not None, len(table.partitions)) == (None, True, 1)
+    assert count_delete_files(bench) == 0
+    assert bench.rows() == rows
+
+
+def count_delete_files(bench: Workbench) -> int:
+    snapshot = bench.main().current_snapshot()
+    assert snapshot is not None
+    assert snapshot.summary is not None
+    return int(snapshot.summary["total-delete-files"] or 0)
 
 
 def test_deletion_vectors_are_folded_in(bench: Workbench) -> None:

@@ -36,6 +36,7 @@ from branchlake_dagster.maintenance.table_health import (
     sum_health,
 )
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -96,6 +97,19 @@ def test_files_ages_snapshots_and_manifests_are_counted(
     assert isinstance(later, TableHealth)
     assert (later.data_files, later.snapshots, later.crowded_partition) == (1, 5, "day=tuesday")
     assert later.bytes_by_age == {**dict.fromkeys(AGES, 0), AGES[2]: later.data_bytes}
+
+
+def test_delete_files_without_data_files_are_counted_apart(
+    lakehouse: Lakehouse, catalog: Catalog, namespace: str
+) -> None:
+    delete_equal(make_table(catalog, namespace), "n", 1, "monday")
+    (health,) = measure(lakehouse, namespace)
+    assert isinstance(health, TableHealth)
+    assert (health.delete_files, health.dangling_deletes) == (1, 0)
+    catalog.load_table((namespace, "t")).delete("day = 'monday'")
+    (later,) = measure(lakehouse, namespace)
+    assert isinstance(later, TableHealth)
+    assert (later.delete_files, later.dangling_deletes, later.data_files) == (1, 1, 1)
 
 
 def test_bytes_that_are_planned_for_deletion_are_shown(
@@ -174,6 +188,7 @@ def test_a_table_that_cannot_be_read_does_not_hide_the_others(
         (TableHealth("t", snapshots=5_001), "snapshots"),
         (TableHealth("t", metadata_bytes=10**7 + 1), "metadata_size"),
         (TableHealth("t", delete_files=101), "delete_files"),
+        (TableHealth("t", delete_files=101, dangling_deletes=1), None),
         (UnreadableHealth("t", "gone"), "readable"),
     ],
 )
