@@ -404,20 +404,42 @@ def test_a_pause_publishes_what_is_finished(bench: Workbench) -> None:
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal, sys, threading
 from branchlake_dagster import Lakehouse
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 lake, name, step = Lakehouse(start=False), sys.argv[1], sys.argv[2]
 plan = plan_compactions(lake, [name], CompactionOptions(max_small_files=2, include_hot=True))
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 def report(progress):
     if progress.step == step:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
+    if (progress.step, step) == ("rewrite", "while Spark rewrites"):
+        threading.Timer(0.5, die).start()
+    if (progress.step, step) == ("prove", "while Spark rewrites"):
+        die()
+commit = lake.nessie.commit
+def commit_and_die(branch, **options):
+    result = commit(branch, **options)
+    if (branch, step) == ("main", "after the commit"):
+        die()
+    return result
+lake.nessie.commit = commit_and_die
 Compactor.of_lake(lake).run(plan, report=report)
 """
 
 
-@pytest.mark.parametrize("step", ["rewrite", "publish", "done"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *["rewrite", "publish", "done"],
+        *(
+            pytest.param(step, marks=pytest.mark.soak)
+            for step in ("while Spark rewrites", "prove", "after the commit")
+        ),
+    ],
+)
 def test_a_killed_compaction_leaves_main_before_or_after(bench: Workbench, step: str) -> None:
     settings, before = bench.lake.settings, compaction_branches(bench)
     environment = {**os.environ, "BRANCHLAKE_STATE_DIR": str(settings.state_dir)}
@@ -427,11 +449,12 @@ def test_a_killed_compaction_leaves_main_before_or_after(bench: Workbench, step:
     assert ended.returncode == -signal.SIGKILL
     assert bench.rows() == ROWS
     files = list(bench.main().scan().plan_files())
-    assert len(files) == (2 if step == "done" else 8)
+    is_published = step in ("after the commit", "done")
+    assert len(files) == (2 if is_published else 8)
     abandoned = compaction_branches(bench) - before
     assert len(abandoned) == (step != "done")
     removed = remove_abandoned_branches(bench.lake.nessie, now=datetime.now(UTC) + timedelta(days=2))
     assert abandoned <= set(removed)
-    if step != "done":
+    if not is_published:
         assert compacted(bench).commit is not None
     assert bench.rows() == ROWS
