@@ -12,9 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import urllib3
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
@@ -191,16 +188,17 @@ def test_a_store_that_refuses_batches_gets_a_request_for_each_file(
 
 @pytest.mark.parametrize("token", ["", "token/+="])
 def test_requests_are_signed_as_botocore_does(token: str) -> None:
+    auth = pytest.importorskip("botocore.auth")  # boto3 needs it
+    credentials = pytest.importorskip("botocore.credentials").Credentials("access", _SECRET, token or None)
     url, body, now = "http://127.0.0.1:9000/lake?delete=", build_body(["a b", "<&>"]), datetime.now(UTC)
     headers = sign_request(url, body, "eu-central-1", S3Keys("access", _SECRET, token), now)
-    unsigned = {name: headers[name] for name in ("content-md5",)}
-    request = AWSRequest("POST", url, headers=unsigned, data=body)
-    request.context["timestamp"] = headers["x-amz-date"]
-    request.context["payload_signing_enabled"] = True
-    auth = S3SigV4Auth(Credentials("access", _SECRET, token or None), "s3", "eu-central-1")
-    auth._modify_request_before_signing(request)
-    text = auth.string_to_sign(request, auth.canonical_request(request))
-    assert headers["authorization"].rpartition("=")[2] == auth.signature(text, request)
+    unsigned = {"content-md5": headers["content-md5"]}
+    request = pytest.importorskip("botocore.awsrequest").AWSRequest("POST", url, headers=unsigned, data=body)
+    request.context |= {"timestamp": headers["x-amz-date"], "payload_signing_enabled": True}
+    signer = auth.S3SigV4Auth(credentials, "s3", "eu-central-1")
+    signer._modify_request_before_signing(request)
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    assert headers["authorization"].rpartition("=")[2] == signer.signature(text, request)
 
 
 @pytest.mark.parametrize(
