@@ -26,11 +26,18 @@ _TIMEOUT = urllib3.Timeout(connect=10, read=60)
 _SCHEMES = frozenset({"s3", "s3a", "s3n"})
 _OTHER_ACCESS = ("s3.role-arn", "s3.anonymous", "s3.proxy-uri", "s3.signer", "client.role-arn")
 """FileIO properties of ways to reach a store that these requests do not have."""
+_UNSENT = (
+    urllib3.exceptions.SSLError,
+    urllib3.exceptions.NewConnectionError,
+    urllib3.exceptions.ConnectTimeoutError,
+    urllib3.exceptions.LocationValueError,
+)
+"""Errors before the request is sent. PyArrow may still reach the store: it trusts other certificates."""
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class BatchUnsupported(Exception):  # noqa: N818 - named like the other outcomes
-    """The store has refused the request itself, so no object was deleted. Delete the files one by one."""
+    """The store did not get or has refused the request, so no object was deleted. Delete single files."""
 
 
 class BatchUnknown(Exception):  # noqa: N818 - named like the other outcomes
@@ -121,6 +128,8 @@ class S3BatchDeletion:
         headers = sign_request(self._url, body, self._region, self._keys, self._now())
         try:
             response = self._pool.request("POST", self._url, body=body, headers=headers, redirect=False)
+        except _UNSENT as error:
+            raise BatchUnsupported(type(error).__name__) from error
         except urllib3.exceptions.HTTPError as error:
             raise BatchUnknown(type(error).__name__) from error
         if response.status in _TRANSIENT_STATUS:

@@ -186,6 +186,17 @@ def test_a_store_that_refuses_batches_gets_a_request_for_each_file(
     assert len(keys_below("w/t") - {"w/t/data/"}) == (0 if state == "deleted" else 3)
 
 
+def test_files_are_deleted_one_by_one_if_only_pyarrow_trusts_the_store(files: WarehouseFiles) -> None:
+    def distrust(_: Send) -> Send:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise urllib3.exceptions.SSLError("unknown authority")
+
+        return refuse
+
+    wrap_requests(files, distrust)
+    assert delete_all(files) == 3 * ["deleted"]
+
+
 @pytest.mark.parametrize("token", ["", "token/+="])
 def test_requests_are_signed_as_botocore_does(token: str) -> None:
     auth = pytest.importorskip("botocore.auth")  # boto3 needs it
