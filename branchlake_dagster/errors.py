@@ -133,7 +133,11 @@ if TYPE_CHECKING:
         UpsertKeyInvalid,
     )
     from branchlake_dagster.tables.table_files import FileUnreadable
-    from branchlake_dagster.undo.find_publication import PublicationNotFound, UndoNotReversible
+    from branchlake_dagster.undo.find_publication import (
+        PublicationDamaged,
+        PublicationNotFound,
+        UndoNotReversible,
+    )
     from branchlake_dagster.undo.publication_undo import UndoContended, UndoUnknown
     from branchlake_dagster.undo.result import UndoRefused
     from branchlake_dagster.undo.undrop import DroppedTableUnreadable, TableNotDropped
@@ -215,6 +219,7 @@ __all__ = [
     "PositionLost",
     "PositionUnreadable",
     "PublicationContended",
+    "PublicationDamaged",
     "PublicationNotFound",
     "PublicationUnexplained",
     "QueryFailed",
@@ -592,6 +597,7 @@ _ERRORS_BY_MODULE = {
     ),
     "tables.table_files": ("FileUnreadable",),
     "undo.find_publication": (
+        "PublicationDamaged",
         "PublicationNotFound",
         "UndoNotReversible",
     ),

@@ -248,6 +248,7 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
             "verdict": entry.verdict,
             "tables": list(entry.tables),
             "time": entry.time.isoformat() if entry.time else None,
+            "damaged_properties": list(entry.damaged_properties),
         }
         for entry in islice(iter_publications(lake.nessie, limit=_SHOWN_PUBLICATIONS), _SHOWN_PUBLICATIONS)
     ]
@@ -323,6 +324,8 @@ def _show_publications(console: Console, rows: Sequence[dict[str, Any]]) -> None
         console.print("Last publications")
     for row in rows:
         tables = ", ".join(row["tables"])
+        if row["damaged_properties"]:
+            tables = f"{tables} (damaged record: {', '.join(row['damaged_properties'])})".lstrip()
         if console.width < _WIDE_ENOUGH:
             details = f"{row['verdict']}, commit {row['publication'][:16]}: {tables}"
             console.print(f"  {row['run_id']}\n    {details}", soft_wrap=True, highlight=False)

@@ -195,7 +195,8 @@ class Jar:
 
     def matches(self, path: Path) -> bool:
         """Return whether a file of Ivy's cache is this artifact, by its name and folders. Nothing is read."""
-        return path.name.startswith(f"{self.name}-{self.rev}") and self.org in path.parts
+        suffix = f"-{self.classifier}" if self.classifier else ""
+        return path.name == f"{self.name}-{self.rev}{suffix}.jar" and self.org in path.parts
 
 
 ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.12.0", megabytes=48)

@@ -187,18 +187,26 @@ def asset_graph_of(job: Any) -> AssetGraph:
 
 
 def load_closed_backfills(
-    instance: DagsterInstance, *, after: datetime, limit: int
+    instance: DagsterInstance, graph: AssetGraph, *, after: datetime, limit: int
 ) -> Sequence[PartitionBackfill]:
-    """Load the asset backfills among the newest `limit` successful backfills, newest first.
+    """Load the newest `limit` successful backfills of assets of `graph`, newest first.
 
-    Only backfills that were created after `after` count.
+    Only backfills that were created after `after` count. At most `10 * limit` backfills are read: older ones
+    are not found behind so many backfills of other code locations and of jobs.
     """
     backfill_filter = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
-    return [
-        backfill
-        for backfill in instance.get_backfills(backfill_filter, limit=limit)
-        if backfill.is_asset_backfill
-    ]
+    closed_backfills: list[PartitionBackfill] = []
+    # Dagster's query with a cursor makes SQLAlchemy warn, so a larger number is read instead of a next page.
+    for read_limit in (limit, 10 * limit):
+        newest = instance.get_backfills(backfill_filter, limit=read_limit)
+        closed_backfills = [
+            backfill
+            for backfill in newest
+            if backfill.is_asset_backfill and any(map(graph.has, backfill.asset_selection or ()))
+        ]
+        if len(closed_backfills) >= limit or len(newest) < read_limit:
+            break
+    return closed_backfills[:limit]
 
 
 def fail_backfill(

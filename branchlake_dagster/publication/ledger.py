@@ -15,10 +15,11 @@ commits after the fork are dropped. A long log is kept in a file for the next pr
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from urllib.parse import quote, unquote
 from uuid import NAMESPACE_URL, uuid5
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
@@ -37,6 +38,18 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason, format_names
 
 _PUBLICATIONS = f"'{LakeProperty.PUBLICATION_ID}' in commit.properties"
+_LISTS = (
+    LakeProperty.PUBLICATION_ID,
+    LakeProperty.RUN_ID,
+    LakeProperty.ROOT_RUN_ID,
+    LakeProperty.VERDICT,
+    LakeProperty.BASE_HASH,
+    LakeProperty.BRANCH,
+    LakeProperty.TABLES,
+)
+"""The properties of a publication's commit. Each is a list with one value per publication."""
+_UNQUOTED = "".join(sorted({*map(chr, range(0x20, 0x7F))} - {*",;%"}))
+"""All printable ASCII characters in names of tables but the separators of the lists and their escape."""
 
 
 def publication_id(branch: str) -> str:
@@ -53,6 +66,8 @@ class Publication:
 
     `base_hash` is the commit of `main` that the branch was created from. `hash` is the commit on `main` that
     published it, and `time` the time of that commit; they are empty and None until it exists.
+    `damaged_properties` are the commit properties whose values for this publication cannot be read; the
+    fields that they would fill are empty.
     """
 
     branch: str
@@ -63,6 +78,7 @@ class Publication:
     tables: tuple[str, ...]
     hash: str = ""
     time: datetime | None = None
+    damaged_properties: tuple[str, ...] = ()
 
     @property
     def publication_id(self) -> str:
@@ -79,7 +95,10 @@ def publication_properties(publications: Sequence[Publication]) -> dict[str, str
         LakeProperty.VERDICT: ",".join(publication.verdict for publication in publications),
         LakeProperty.BASE_HASH: ",".join(publication.base_hash for publication in publications),
         LakeProperty.BRANCH: ",".join(publication.branch for publication in publications),
-        LakeProperty.TABLES: ";".join(",".join(publication.tables) for publication in publications),
+        LakeProperty.TABLES: ";".join(
+            ",".join(quote(table, safe=_UNQUOTED) for table in publication.tables)
+            for publication in publications
+        ),
     }
 
 
@@ -97,28 +116,36 @@ def publication_message(publications: Sequence[Publication]) -> str:
 def parse_publications(entry: LogEntry) -> list[Publication]:
     """Return the publications that a commit of `main` records, in the order of the batch.
 
-    `entry` need not have its operations. Returns [] if branchlake did not publish the commit.
+    `entry` need not have its operations. Returns [] if branchlake did not publish the commit. Never raises:
+    if a property is missing, or has another number of values than most properties, its values cannot be
+    assigned to runs. Then each publication is returned without them and names the property in
+    `damaged_properties`.
     """
     commit_properties = entry.commit.properties
     if LakeProperty.PUBLICATION_ID not in commit_properties:
         return []
-    names = (
-        LakeProperty.BRANCH,
-        LakeProperty.RUN_ID,
-        LakeProperty.ROOT_RUN_ID,
-        LakeProperty.VERDICT,
-        LakeProperty.BASE_HASH,
-    )
-    value_lists = [commit_properties.get(name, "").split(",") for name in names]
-    tables = (
-        tuple(filter(None, table_list.split(",")))
-        for table_list in commit_properties.get(LakeProperty.TABLES, "").split(";")
-    )
+    value_lists = {
+        name: commit_properties[name].split(";" if name == LakeProperty.TABLES else ",")
+        for name in _LISTS
+        if name in commit_properties
+    }
+    lengths = Counter(map(len, value_lists.values()))
+    count = max(lengths, key=lambda length: (lengths[length], length))
+    damaged = tuple(name for name in _LISTS if len(value_lists.get(name, ())) != count)
+    value_lists |= {name: [""] * count for name in damaged}
     return [
         Publication(
-            branch, run, root, verdict, base, changed_tables, entry.commit.hash, entry.commit.commit_time
+            branch=value_lists[LakeProperty.BRANCH][index],
+            run_id=value_lists[LakeProperty.RUN_ID][index],
+            root_run_id=value_lists[LakeProperty.ROOT_RUN_ID][index],
+            verdict=value_lists[LakeProperty.VERDICT][index],
+            base_hash=value_lists[LakeProperty.BASE_HASH][index],
+            tables=tuple(map(unquote, filter(None, value_lists[LakeProperty.TABLES][index].split(",")))),
+            hash=entry.commit.hash,
+            time=entry.commit.commit_time,
+            damaged_properties=damaged,
         )
-        for branch, run, root, verdict, base, changed_tables in zip(*value_lists, tables, strict=False)
+        for index in range(count)
     ]
 
 
@@ -516,8 +543,9 @@ class MainLog:
         self._positions[entry.commit.hash] = position
         self._unstored_count += 1
         publications = parse_publications(entry)
-        self._publications |= {publication.branch: position for publication in publications}
-        if not publications:
+        branches = [publication.branch for publication in publications if publication.branch]
+        self._publications |= dict.fromkeys(branches, position)
+        if len(branches) < len(publications) or not publications:  # a damaged record: the parents remain
             self._merges |= dict.fromkeys(entry.commit.parent_hashes[1:], position)
 
     # -- forgetting ------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import find_run_location
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
-from branchlake_dagster.wording import format_count
+from branchlake_dagster.wording import format_count, format_names
 
 _PublicationT = TypeVar("_PublicationT", covariant=True)
 
@@ -62,7 +62,8 @@ class NewPublications(Generic[_PublicationT]):
     """The publications since a cursor, oldest first, and the cursor after them.
 
     `records_read` is the number of commits or reports that were read, also those without a new publication.
-    `note` is a sentence that explains why reading did not start at the cursor; empty if it did.
+    `note` explains why reading did not start at the cursor, or which records are damaged; it is empty
+    otherwise.
     """
 
     publications: Sequence[_PublicationT]
@@ -212,17 +213,35 @@ class MainLogReader:
                 f"in between are unknown. The sensor starts again at {head.hash[:12]}."
             )
             return NewPublications((), head.hash, note=note)
+        recorded_publications = [
+            publication for entry in reversed(entries) for publication in parse_publications(entry)
+        ]
         publications = [
             self._load_assets(publication, keys)
-            for entry in reversed(entries)
-            for publication in parse_publications(entry)
+            for publication in recorded_publications
             if (keys := [self.keys_by_table[t] for t in publication.tables if t in self.keys_by_table])
         ]
-        return NewPublications(publications, entries[0].commit.hash if entries else cursor, len(entries))
+        note = _describe_damage(recorded_publications)
+        return NewPublications(
+            publications, entries[0].commit.hash if entries else cursor, len(entries), note
+        )
 
     def _load_assets(self, publication: Publication, keys: Sequence[AssetKey]) -> PublishedAssets:
         partitions = load_branch_partitions(self.instance, publication.branch)
         return PublishedAssets(publication, {key: partitions.get(key, frozenset()) for key in keys})
+
+
+def _describe_damage(publications: Sequence[Publication]) -> str:
+    """Return a sentence about the commits whose records cannot be read whole; empty if there are none."""
+    damaged_commits = dict.fromkeys(
+        publication.hash[:12] for publication in publications if publication.damaged_properties
+    )
+    return (
+        f"main's {format_names('commit', list(damaged_commits))} cannot be read whole: some of their"
+        " publications may lead to no run. Materialize the assets that depend on them."
+        if damaged_commits
+        else ""
+    )
 
 
 # -- reports in the event log --------------------------------------------------------------------------

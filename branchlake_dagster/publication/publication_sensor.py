@@ -173,7 +173,7 @@ class BackfillWatch:
             return
         self._last_check = self._now()
         for backfill in load_closed_backfills(
-            instance, after=self._last_check - _OLDEST_BACKFILL, limit=_MAX_BACKFILLS
+            instance, graph, after=self._last_check - _OLDEST_BACKFILL, limit=_MAX_BACKFILLS
         ):
             try:
                 message = _fail_if_unpublished(instance, graph, backfill)

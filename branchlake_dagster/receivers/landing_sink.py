@@ -271,6 +271,8 @@ class LandingSink:
                 f" offset {self._next_offset}, but {source} has offset {recorded_offset}: its newest files"
                 " are gone.",
                 hint="Restore the files, or remove the topic's folder: then a new incarnation begins.",
+                reason="newest_files_missing",
+                subject=f"{self.topic}[{self.partition}]",
             )
 
     def _open_mark(self) -> None:

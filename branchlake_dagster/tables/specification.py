@@ -139,11 +139,11 @@ class LayoutField:
     def from_declaration(cls, declaration: str) -> LayoutField:
         """Parse an entry of `table_metadata(layout=…)`, such as `day(at)` or `bucket(16, id)`.
 
-        Text that is not a transform is a column name.
+        Text that is not a transform is a column name. Spaces around it are ignored.
         """
         transform_match = _TRANSFORM_PATTERN.fullmatch(declaration.strip())
         if transform_match is None:
-            return cls(declaration)
+            return cls(declaration.strip())
         time_transform, column, function, width, source = transform_match.groups()
         return (
             cls(column.strip(), time_transform)

@@ -32,13 +32,27 @@ class UndoNotReversible(BranchlakeError, Terminal):  # noqa: N818 - named like t
         self.run_ids = run_ids
 
 
+class PublicationDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The record of the named publication on `main` is damaged, so its changes are not known.
+
+    Attributes:
+        commit: The hash of the publication's commit on `main`.
+        properties: The properties of that commit that cannot be read.
+    """
+
+    def __init__(self, message: str, *, commit: str, properties: tuple[str, ...], hint: str) -> None:
+        super().__init__(message, branch=MAIN, hint=hint)
+        self.commit = commit
+        self.properties = properties
+
+
 def find_publication(client: NessieClient, name: str) -> Publication:
     """Find a publication by the first four or more characters of its run id, publication id or commit.
 
     A complete commit hash or publication id ends the search. Otherwise the whole log of `main` is read, 7,000
     commits a second, because another publication may match too. Raises PublicationNotFound if no publication
-    matches, if several match, or if the commit has several publications, and UndoNotReversible if only the
-    commit of an undo matches.
+    matches, if several match, or if the commit has several publications; UndoNotReversible if only the commit
+    of an undo matches; PublicationDamaged if the record of the publication cannot be read whole.
     """
     if len(name) < _SHORTEST_NAME:
         raise PublicationNotFound(
@@ -68,7 +82,7 @@ def find_publication(client: NessieClient, name: str) -> Publication:
                 if publication.run_id.startswith(name) or publication.publication_id.startswith(name)
             ]
         if matches and name in (matches[-1].publication_id, matches[-1].hash):
-            return matches[-1]
+            return _require_intact(matches[-1])
     if not matches and len(undo_entries) == 1:
         raise _not_reversible_error(undo_entries[0])
     if not matches and not undo_entries:
@@ -84,7 +98,20 @@ def find_publication(client: NessieClient, name: str) -> Publication:
             f"{len(hashes)} publications or undos on main have the name {name!r}.",
             hint=f"Name the publication by its commit. The newest ones are {commits}.",
         )
-    return matches[0]
+    return _require_intact(matches[0])
+
+
+def _require_intact(publication: Publication) -> Publication:
+    """Return the publication. Raises PublicationDamaged if its record cannot be read whole."""
+    if publication.damaged_properties:
+        raise PublicationDamaged(
+            f"The record of the publication in commit {publication.hash} is damaged, so it cannot be undone."
+            f" Unreadable properties: {', '.join(publication.damaged_properties)}.",
+            commit=publication.hash,
+            properties=publication.damaged_properties,
+            hint="Compare main before and after the commit in Nessie, and correct the tables by a new run.",
+        )
+    return publication
 
 
 def _not_reversible_error(entry: LogEntry) -> UndoNotReversible:

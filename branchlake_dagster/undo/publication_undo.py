@@ -300,6 +300,7 @@ class PublicationUndo:
                     run_ids & {member.run_id, member.root_run_id}
                     and tables & {*member.tables}
                     and member.publication_id not in undone_ids
+                    and not member.damaged_properties
                 )
             ]
             has_unnamed = any(not dependency.run_ids for dependency in plan.dependencies)

@@ -248,3 +248,14 @@ def test_a_dependency_that_is_not_locked_is_refused(
         with pytest.raises(JarRefused) as caught:
             resolve_class_path(unknown, tmp_path / "jars", ivy_settings=settings, notify=lambda _: None)
         assert caught.value.expected is None
+
+
+def test_a_jar_matches_its_own_version_only(tmp_path: Path) -> None:
+    jar, runner = Jar("org.example", "thing", "1.1"), Jar("org.example", "thing", "1.1", "runner")
+    folder = tmp_path / "org.example" / "thing" / "jars"
+
+    assert jar.matches(folder / "thing-1.1.jar")
+    assert runner.matches(folder / "thing-1.1-runner.jar")
+    for name in ("thing-1.10.jar", "thing-1.1.1.jar", "thing-1.1-sources.jar", "thing-1.1-runner.jar"):
+        assert not jar.matches(folder / name), name
+    assert not runner.matches(folder / "thing-1.1.jar")

@@ -142,7 +142,7 @@ def test_offsets_are_never_given_twice(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")], [record(b"b")])
     (newest,) = (tmp_path / "t" / "0").glob(f"{file_name(1, 1)}")
     newest.unlink()
-    with pytest.raises(LandingDamaged):
+    with raising(LandingDamaged, reason="newest_files_missing", subject="t[0]"):
         landing_sink(tmp_path).open(resume=False)
     shutil.rmtree(tmp_path / "t")
     write(tmp_path, [record(b"c")])

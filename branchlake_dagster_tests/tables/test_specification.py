@@ -11,7 +11,12 @@ from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster.tables.partitioning import build_partition_spec, selects_whole_files
 from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema
 from branchlake_dagster.tables.selection import select_partitions
-from branchlake_dagster.tables.specification import parse_table_spec, require_parquet, table_metadata
+from branchlake_dagster.tables.specification import (
+    LayoutField,
+    parse_table_spec,
+    require_parquet,
+    table_metadata,
+)
 from branchlake_dagster_tests.suite.raised import raising
 
 
@@ -215,3 +220,8 @@ def test_data_files_of_another_format_than_parquet_are_refused(file_format: str)
 @pytest.mark.parametrize("properties", [{}, {"write.format.default": "PARQUET"}])
 def test_parquet_is_what_tables_have(properties: dict[str, str]) -> None:
     require_parquet(properties, table_name="c.d")
+
+
+@pytest.mark.parametrize("declaration", ["city", " city", "city ", "\tcity\n"])
+def test_spaces_around_a_column_of_the_layout_are_ignored(declaration: str) -> None:
+    assert LayoutField.from_declaration(declaration) == LayoutField("city")

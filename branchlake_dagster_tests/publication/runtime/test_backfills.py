@@ -89,3 +89,31 @@ def test_a_backfill_that_cannot_be_read_holds_nothing_up(
         monkeypatch.setattr(backfills, "_fail_if_unpublished", broken)
         (told,) = BackfillWatch(lambda: NOW).fail_unpublished(p.instance, p.graph)
         assert told == "Backfill broken could not be inspected: ValueError: its partitions are gone"
+
+
+def test_backfills_of_other_assets_hide_none(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.asset(key=[namespace, "t"], partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"day": [context.partition_key], "n": [1]})
+
+    @dg.asset(key=[namespace, "other"], partitions_def=DAYS)
+    def other() -> None: ...
+
+    inspected: list[str] = []
+
+    def inspect(_instance: object, _graph: object, backfill: PartitionBackfill) -> None:
+        inspected.append(backfill.backfill_id)
+
+    monkeypatch.setattr(backfills, "_MAX_BACKFILLS", 2)
+    monkeypatch.setattr(backfills, "_fail_if_unpublished", inspect)
+    with project(lakehouse, t) as p, project(lakehouse, other) as elsewhere:
+        closed(p, t.key, "oldest")
+        closed(p, t.key, "ours")
+        elsewhere.instance = p.instance
+        for number in range(5):
+            closed(elsewhere, other.key, f"other {number}")
+        closed(p, t.key, "newest")
+        assert list(BackfillWatch(lambda: NOW).fail_unpublished(p.instance, p.graph)) == []
+    assert inspected == ["newest", "ours"]
