@@ -22,6 +22,8 @@ FOLDER_VARIABLE = "SPARK_WARM_PYTHON"
 """The environment variable with the folder of the warm process's socket, which only this user can read."""
 _ANSWER_TIMEOUT_S = 60.0
 """The time for an answer in seconds. A new warm process first imports its libraries."""
+_REPEAT_S = 1.0
+"""The seconds between two SIGTERM to a forked daemon that has not ended yet."""
 _SOCKET, _LOCK = "warm-python.sock", "warm-python.lock"
 _MAX_PENDING = 64
 
@@ -48,6 +50,10 @@ def main() -> int:
 def _request_fork(connection: socket.socket) -> None:
     """Request a forked daemon, forward SIGTERM to it, and return when it listens.
 
+    A forwarded SIGTERM is repeated until the daemon ends. PySpark's handler of it raises SystemExit, which
+    Python ignores if the signal arrives inside a hook of `os.fork`. The next SIGTERM ends the daemon, because
+    the handler has restored the default action.
+
     Raises OSError or ChannelClosed; then no forked daemon has written its port for Spark, or will write it.
     """
     connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -62,11 +68,13 @@ def _request_fork(connection: socket.socket) -> None:
 
     def forward_signal(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(daemon, number)
+            os.kill(daemon, signal.SIGTERM)
         if not is_listening:
             sys.exit(128 + number)
+        signal.setitimer(signal.ITIMER_REAL, _REPEAT_S)
 
     # Set the handler before the daemon starts to work: the daemon must not outlive this process.
+    signal.signal(signal.SIGALRM, forward_signal)
     signal.signal(signal.SIGTERM, forward_signal)
     send_message(connection, {"go": True})
     # A timeout could end the wait at the moment in which the daemon writes its port.

@@ -207,6 +207,60 @@ def _play_dying_fork(listener: socket.socket) -> None:
         fork.kill()
 
 
+_LOSES_ONE_SIGNAL = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.long
+def test_a_fork_that_loses_a_signal_gets_another(tmp_path: Path) -> None:
+    """Python ignores the exception of a signal handler inside a hook of `os.fork`."""
+    server = Server(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.chdir(tmp_path):
+            listener.bind("warm-python.sock")
+        listener.listen()
+        forks: list[subprocess.Popen[bytes]] = []
+        playing = threading.Thread(target=_play_deaf_fork, args=(listener, forks))
+        playing.start()
+        try:
+            made, _ = server.daemon()
+            playing.join(30)
+            made.send_signal(signal.SIGTERM)
+            assert forks[0].wait(20) == -signal.SIGTERM
+            assert made.wait(20) == 0
+        finally:
+            for fork in forks:
+                fork.kill()
+                fork.wait(30)
+                assert fork.stdout is not None
+                fork.stdout.close()
+            server.end()
+
+
+def _play_deaf_fork(listener: socket.socket, forks: list[subprocess.Popen[bytes]]) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        _, descriptors = receive_message(connection)
+        fork = subprocess.Popen(
+            [sys.executable, "-c", _LOSES_ONE_SIGNAL],
+            stdout=subprocess.PIPE,
+            pass_fds=[connection.fileno()],  # its end signals the end of the fork
+        )
+        forks.append(fork)
+        assert fork.stdout is not None
+        assert fork.stdout.readline() == b"ready\n"
+        send_message(connection, {"daemon": fork.pid})
+        receive_message(connection)
+        send_message(connection, {"listening": True})
+        os.write(descriptors[1], struct.pack("!i", 1))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 @pytest.mark.long
 def test_the_warm_process_ends_with_spark(tmp_path: Path) -> None:
     """Spark is the process that starts the daemon; here one that is killed."""
