@@ -324,8 +324,8 @@ def _show_publications(console: Console, rows: Sequence[dict[str, Any]]) -> None
         console.print("Last publications")
     for row in rows:
         tables = ", ".join(row["tables"])
-        if row["damaged_properties"]:
-            tables = f"{tables} (damaged record: {', '.join(row['damaged_properties'])})".lstrip()
+        if damaged_properties := row.get("damaged_properties"):
+            tables = f"{tables} (damaged record: {', '.join(damaged_properties)})".lstrip()
         if console.width < _WIDE_ENOUGH:
             details = f"{row['verdict']}, commit {row['publication'][:16]}: {tables}"
             console.print(f"  {row['run_id']}\n    {details}", soft_wrap=True, highlight=False)

@@ -180,12 +180,20 @@ def test_status_shows_whole_ids_and_names_what_was_discarded(columns: int) -> No
             "settings_source": "the environment",
             "branches": [{**branch, "heartbeat": "none", "instances": []}],
             "discarded": [f"discarded-{RUN}"],
-            "publications": [publication],
+            "publications": [publication, {**publication, "damaged_properties": ["branchlake.x"]}],
         },
         screen,
     )
     told = screen.file.getvalue()
-    for text in (f"run-{RUN}", f"discarded-{RUN}", "http://127.0.0.1:1/", "shop.prices", "1 min 1 s", "none"):
+    for text in (
+        f"run-{RUN}",
+        f"discarded-{RUN}",
+        "http://127.0.0.1:1/",
+        "shop.prices",
+        "1 min 1 s",
+        "none",
+        "branchlake.x",
+    ):
         assert text in told
 
 
