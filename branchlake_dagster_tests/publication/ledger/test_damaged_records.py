@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dagster as dg
 import pytest
 
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put
@@ -11,6 +12,7 @@ from branchlake_dagster.publication.ledger import (
     iter_publications,
     publication_properties,
 )
+from branchlake_dagster.publication.new_publications import MainLogReader
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.find_publication import PublicationDamaged, find_publication
 from branchlake_dagster_tests.publication.ledger.test_main_log import Main
@@ -95,3 +97,16 @@ def test_separators_in_the_name_of_a_table_are_kept() -> None:
 
     assert (first.tables, first.damaged_properties) == (tables, ())
     assert second.tables == ("shop.b",)
+
+
+def test_a_sensor_names_the_damaged_commit_and_reads_on() -> None:
+    main = Main()
+    start = main.head
+    commit = _commit(main, publication_properties(_PAIR) | {LakeProperty.TABLES: "shop.b"})
+    _commit(main, publication_properties(_PAIR[:1]))
+    with dg.DagsterInstance.ephemeral() as instance:
+        new = MainLogReader(main.client, instance, {"shop.a": dg.AssetKey("a")}).read_since(start)
+
+    assert [one.publication.branch for one in new.publications] == ["run-a"]
+    assert commit[:12] in new.note
+    assert new.cursor == main.head
