@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+from branchlake_dagster.cli.option_types import FiniteRange
 from branchlake_dagster.cli.registry import print_progress
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _columns_option = click.option("--columns", help="Columns of sort and z_order, s
 _hot_option = click.option("--hot", is_flag=True, help="Also compact partitions that were just written.")
 _minutes_option = click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Minutes after which a compaction, and then a collection, begins no further work.",
 )
 
@@ -195,7 +197,8 @@ def metrics(module: str | None) -> None:
 def explain(what: str, module: str | None, as_json: bool) -> None:
     """Show what keeps a file, or whether an earlier state of a table can be read.
 
-    WHAT is the path of a file, or namespace.table@2026-11-20T12:00.
+    WHAT is the path of a file, or namespace.table@2026-11-20T12:00. The path of a file that exists may be
+    relative to the present folder.
     """
     from branchlake_dagster.garbage_collection.collector import FileCollector
     from branchlake_dagster.garbage_collection.explanation import FileExplanation
@@ -208,6 +211,8 @@ def explain(what: str, module: str | None, as_json: bool) -> None:
     from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
+    if Path(what).exists():
+        what = str(Path(what).absolute())
     explanation = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
     rows = list_holder_rows(explanation) if isinstance(explanation, FileExplanation) else ()
     section = Section(MaintenancePart.COLLECTION, format_explanation(explanation), HOLDER_HEADERS, rows)

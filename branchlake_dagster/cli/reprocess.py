@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, overload
+from datetime import datetime
+from typing import TYPE_CHECKING
 
 import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP
+from branchlake_dagster.cli.option_types import Moment
 from branchlake_dagster.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 @click.option("-m", "--module", help=MODULE_HELP)
 @click.option("--error-kind", "kinds", multiple=True, help="Only dead letters of this kind; may be repeated.")
 @click.option("--table", help="Only dead letters of this table, namespace.name.")
-@click.option("--since", type=click.DateTime(), help="Received at this time or later, UTC.")
-@click.option("--until", type=click.DateTime(), help="Received before this time, UTC.")
+@click.option("--since", type=Moment(), help="Received at this time or later (without a zone: UTC).")
+@click.option("--until", type=Moment(), help="Received before this time (without a zone: UTC).")
 @click.option("--from-raw", is_flag=True, help="Decode all kept records of the interval again.")
 @click.option("--dry-run", is_flag=True, help="Only count the dead letters or kept records.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -63,9 +64,9 @@ def reprocess(
                 hint="Give --since and --until, and neither --error-kind nor --table.",
                 reason="interval_missing",
             )
-        _reprocess_kept_records(ingestion, module, _to_utc(since), _to_utc(until), dry_run, as_json)
+        _reprocess_kept_records(ingestion, module, since, until, dry_run, as_json)
         return
-    selection = DeadLetterSelection(kinds, table, _to_utc(since), _to_utc(until))
+    selection = DeadLetterSelection(kinds, table, since, until)
     counts, run_id = _reprocess_dead_letters(ingestion, module, selection, dry_run=dry_run)
     if as_json:
         dead_letters = [
@@ -79,14 +80,6 @@ def reprocess(
         click.echo("No dead letters match.")
     elif run_id is not None:
         click.echo(f"Run {run_id} has reprocessed them on its branch, which is published like any other.")
-
-
-@overload
-def _to_utc(moment: datetime) -> datetime: ...
-@overload
-def _to_utc(moment: None) -> None: ...
-def _to_utc(moment: datetime | None) -> datetime | None:
-    return None if moment is None else moment.replace(tzinfo=UTC)
 
 
 def _reprocess_kept_records(

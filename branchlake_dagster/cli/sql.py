@@ -31,6 +31,7 @@ _FORMATS = ("table", "csv", "arrow")
 )
 @click.option(
     "--rows",
+    type=click.IntRange(min=0),
     default=100,
     show_default=True,
     help="Maximum rows of a table; 0: all. CSV and Arrow always write all.",

@@ -12,6 +12,7 @@ import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 from branchlake_dagster.cli.registry import print_progress
+from branchlake_dagster.errors import ConfigurationError
 
 _WIDE = 160
 """Width of a table in characters if the output is not a terminal."""
@@ -97,5 +98,10 @@ def undrop(table: str, module: str | None) -> None:
     settings = load_command_settings(module).require_named_lake()
     lake = Lakehouse(settings, say=print_progress, start=False)
     lake.endpoints(spark=False)
-    restored = undrop_table(lake, table)
+    try:
+        restored = undrop_table(lake, table)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{table!r} is not a table name.", hint="Write the name as namespace.name."
+        ) from error
     click.echo(f"{table} is back as {restored.commit}, as it was at {restored.from_commit}.")

@@ -106,12 +106,13 @@ class GpSource(dg.ConfigurableResource[Any]):
     def radius_table(self) -> pl.DataFrame | None:
         """Read the radii from the ``hard-body-radius…`` file of ``catalogue_dir``.
 
-        Of several files, the last one in the order of names is read. None if there is no such file. Raises
-        the errors of `read_radius_table`.
+        Of several files, the last one in the order of names is read. None if there is no such file or no such
+        folder: the catalog is in the lake, so an hour's risks do not need the folder. Raises the errors of
+        `read_radius_table`.
         """
-        if self.catalogue_dir is None:
+        if self.catalogue_dir is None or not (folder := Path(self.catalogue_dir).expanduser()).is_dir():
             return None
-        files = sorted(filter(_is_radius_table, Path(self.catalogue_dir).expanduser().iterdir()))
+        files = sorted(filter(_is_radius_table, folder.iterdir()))
         return read_radius_table(files[-1].read_bytes(), str(files[-1]), self.limits()) if files else None
 
     def read(self, snapshot: str) -> GpFile:

@@ -62,6 +62,43 @@ def test_a_size_that_the_benchmark_does_not_have_is_named() -> None:
     assert [name for name in ("'huge'", "small", "medium", "large") if name not in done.output] == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["receive", "--first-partition", "-1"],
+        ["receive", "--buffer", "0"],
+        ["receive", "--roll-s", "nan"],
+        ["simulate", "--objects", "-1"],
+        ["simulate", "--duplicates", "2"],
+        ["conjunctions", "--within", "nan"],
+        ["conjunctions", "--within", "inf"],
+        ["conjunctions", "--rows", "-1"],
+        ["sql", "SELECT 1", "--rows", "-1"],
+        ["maintain", "run", "--minutes", "nan"],
+        ["reprocess", "orders", "--since", "yesterday"],
+    ],
+)
+def test_numbers_and_times_that_mean_nothing_are_refused(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "time", ["2026-11-01", "2026-11-01T12:00", "2026-11-01T12:00:00Z", "2026-11-01T12:00+02:00"]
+)
+def test_reprocess_takes_the_times_of_other_commands(time: str) -> None:
+    done = call("reprocess", "orders", "--from-raw", "--since", time)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)  # an interval without an end
+
+
+@pytest.mark.parametrize("name", ["", "sda..tracks", "sda.`tracks"])
+def test_undrop_names_a_table_that_is_no_table_name(name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("branchlake_dagster.lakehouse.lakehouse.Lakehouse.endpoints", lambda *_, **__: None)
+        patch.setattr("branchlake_dagster.lakehouse.lakehouse.Lakehouse.nessie", None)
+        done = call("undrop", name)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+
+
 def test_demo_help_lists_the_options() -> None:
     told = call("demo", "--help").output
     assert "--catalogue FILE" in told

@@ -202,7 +202,7 @@ def call(*words: str, exit_code: int = 0) -> Any:
 
 
 @pytest.mark.usefixtures("environment")
-def test_the_commands(lakehouse: Lakehouse, table: str) -> None:
+def test_the_commands(lakehouse: Lakehouse, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = call("plan", table)
     assert plan["collection"] is None
     assert [one["table"] for one in plan["expiry"]["tables"]] == [table]
@@ -214,6 +214,9 @@ def test_the_commands(lakehouse: Lakehouse, table: str) -> None:
     location = load(lakehouse, table).metadata_location
     kept = call("explain", location)
     assert [holder["reference"] for holder in kept["holders"]][:1] == ["main"]
+    path = Path(location.removeprefix("file://"))
+    monkeypatch.chdir(path.parent)
+    assert call("explain", path.name) == kept
     shown = CliRunner().invoke(command, ["maintain", "plan", table])
     assert shown.exit_code == 0
     for part in ("compaction", "expiry"):

@@ -22,7 +22,7 @@ from branchlake_dagster.sda.assets.conjunctions import (
     CONJUNCTIONS,
     conjunctions,
     earlier_list,
-    newest_snapshot,
+    newest_collection,
 )
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, OBJECTS
@@ -164,9 +164,20 @@ def test_minutes_together_that_several_tasks_found_are_one_row():
 
 
 def test_it_begins_at_the_newest_snapshot():
+    def begin(*names: str, **columns: list[datetime | None]) -> datetime:
+        times = {name: pl.Series(values, dtype=pl.Datetime("us", "UTC")) for name, values in columns.items()}
+        rows = pl.DataFrame({"snapshot_id": pl.Series(names, dtype=pl.String), **times})
+        return datetime.fromtimestamp(newest_collection(rows.to_arrow()) / 1e6, UTC)
+
+    reference = datetime(2026, 8, 8, tzinfo=UTC)
     names = ["active-20260808T0713Z", "sim-1", "active-20260808T1311Z"]
-    assert newest_snapshot(names) == int(datetime(2026, 8, 8, 13, 11, tzinfo=UTC).timestamp()) * 1_000_000
-    assert newest_snapshot([]) == newest_snapshot(["sim-1"])
+    assert begin(*names) == datetime(2026, 8, 8, 13, 11, tzinfo=UTC)
+    assert begin() == begin("sim-1") == reference
+    # A file without a time in its name was collected when it was last modified.
+    late = datetime(2026, 11, 27, 9, 30, 20, tzinfo=UTC)
+    assert begin("active", "active", collected_at=[late, late - timedelta(days=1)]) == late.replace(second=0)
+    assert begin("active", collected_at=[None]) == reference
+    assert begin("active-20260808T0713Z", collected_at=[late]) == datetime(2026, 8, 8, 7, 13, tzinfo=UTC)
 
 
 def test_an_empty_list_has_no_time():
@@ -411,6 +422,12 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folde
     )
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("A <SAT> & B") == own.height
+    outside = CliRunner().invoke(
+        main,
+        ["screen-ephemeris", str(oem), "--since", "2100-01-01"],
+        env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)},
+    )
+    assert (outside.exit_code, outside.stdout) == (1, "")
     # Published as a table by the asset, from a folder.
     folder = tmp_path / "oem"
     folder.mkdir()

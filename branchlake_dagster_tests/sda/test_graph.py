@@ -170,6 +170,11 @@ def test_schedules_wait_for_a_current_catalogue(instance):
     assert window.partition_key == "2026-08-08-04:00"
     (learnt,) = tick(definitions.daily_element_trust).run_requests
     assert (learnt.run_key, learnt.partition_key) == ("2026-08-08", None)
+    instance.add_dynamic_partitions("gp_snapshots", ["sim-1"])
+    assert "7 days old" in tick(definitions.hourly_window, late).skip_message
+    # A file without a time in its name may be a current one.
+    instance.add_dynamic_partitions("gp_snapshots", ["active"])
+    assert tick(definitions.hourly_window, late).run_requests
 
 
 class Fixed(GpProvider):

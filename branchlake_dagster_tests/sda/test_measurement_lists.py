@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from branchlake_dagster import table_metadata
 from branchlake_dagster.cli.main import main
+from branchlake_dagster.cli.option_types import Moment
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.sda.commands.alert_list import all_of
@@ -29,7 +30,6 @@ from branchlake_dagster.sda.commands.measurement_list import (
     read_tracks,
     with_position_sigma,
 )
-from branchlake_dagster.sda.commands.option_types import Moment
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
 

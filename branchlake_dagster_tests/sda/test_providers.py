@@ -115,18 +115,33 @@ def space_track(server, tmp_path, monkeypatch) -> SpaceTrack:
 # -- CelesTrak -------------------------------------------------------------------------------------------
 
 
-def test_a_query_is_made_once_in_two_hours_also_across_restarts(server, clock, tmp_path):
+def test_a_query_is_made_once_in_about_two_hours_also_across_restarts(server, clock, tmp_path):
     first = celestrak(server, tmp_path).pull(clock.around)
     assert first.snapshot_id == "celestrak-active-20260808T0247Z"
     assert server.asked[0][:2] == ("GET", "/NORAD/elements/gp.php?GROUP=active&FORMAT=csv")
     assert read_catalogue(first.content, "x").elements.height == 2
-    clock.now += 7_199
+    clock.now += 6_999
     assert celestrak(server, tmp_path).pull(clock.around) == first
     assert len(server.asked) == 1
     celestrak(server, tmp_path, group="stations").pull(clock.around)
     assert len(server.asked) == 2, "another query is another question"
     clock.now += 2
-    assert celestrak(server, tmp_path).pull(clock.around).snapshot_id == "celestrak-active-20260808T0447Z"
+    assert celestrak(server, tmp_path).pull(clock.around).snapshot_id == "celestrak-active-20260808T0443Z"
+
+
+def test_each_tick_of_a_schedule_of_two_hours_sends_a_request_however_long_downloads_take(
+    server, clock, tmp_path
+):
+    def answer(_number: int, _path: str):
+        clock.now += 40  # a slow download
+        return 200, {}, CSV
+
+    server.answer = answer
+    ticks = [clock.now + 7_200 * number - early for number, early in enumerate((0, 3, 0, 3))]
+    for tick in ticks:
+        clock.now = tick
+        celestrak(server, tmp_path).pull(clock.around)
+    assert len(server.asked) == len(ticks)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,7 @@ def test_what_is_known_is_asked_for_conditionally(server, clock, tmp_path, uncha
     headers = server.asked[1][2]
     assert headers["if-modified-since"] == stamps["Last-Modified"]
     assert headers["if-none-match"] == stamps["ETag"]
-    clock.now += 7_000
+    clock.now += 6_999
     celestrak(server, tmp_path).pull(clock.around)
     assert len(server.asked) == 2, "the answer 'unchanged' counts as asked"
 

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import dagster as dg
@@ -103,10 +103,10 @@ def conjunctions(
     """
     tables = lakehouse.catalog()
     catalogue = of_tracked(tables.load_table(tuple(CATALOGUE.path)).scan().to_arrow())
-    start = newest_snapshot(catalogue.column("snapshot_id").unique().to_pylist())
+    start = newest_collection(catalogue)
     span = Span.whole(start, start + max(1, round(config.horizon_h * 60)) * MINUTE)
     current = Elements.from_arrow(catalogue.sort_by("sat_no"))
-    fresh = start - current.epoch_micros <= config.max_element_age_days * _DAY_MICROS
+    fresh = np.abs(start - current.epoch_micros) <= config.max_element_age_days * _DAY_MICROS
     elements = current.take(np.flatnonzero(fresh))
     earlier = read_earlier_list(spark.spark_session, tables)
     if earlier is not None and not earlier.is_own:
@@ -299,13 +299,21 @@ def pictures(
     return shown
 
 
-def newest_snapshot(names: Sequence[str]) -> int:
-    """Return the newest collection time among GP snapshot names, in UTC microseconds, cut to a whole minute.
+def newest_collection(catalogue: pa.Table) -> int:
+    """Return the newest collection time of a catalog's snapshots, UTC microseconds, cut to a whole minute.
 
-    Names without a time count as `REFERENCE_EPOCH`.
+    The time of a snapshot is that in its id, else the ``collected_at`` of its rows, else `REFERENCE_EPOCH`.
+
+    Args:
+        catalogue: Rows of the catalog, with ``snapshot_id``. Older tables have no ``collected_at``.
     """
-    newest = max((snapshot_time(name) or REFERENCE_EPOCH for name in names), default=REFERENCE_EPOCH)
-    return int(newest.timestamp()) // 60 * MINUTE
+    times = [snapshot_time(name) for name in catalogue.column("snapshot_id").unique().to_pylist()]
+    known_times = [time for time in times if time is not None]
+    if len(known_times) < len(times) and "collected_at" in catalogue.column_names:
+        rows = pl.DataFrame(catalogue.select(["snapshot_id", "collected_at"])).drop_nulls()
+        by_snapshot = rows.group_by("snapshot_id").agg(pl.col("collected_at").max())
+        known_times += [time for name, time in by_snapshot.iter_rows() if snapshot_time(name) is None]
+    return int(max(known_times, default=REFERENCE_EPOCH).timestamp()) // 60 * MINUTE
 
 
 def earlier_list(found: pl.DataFrame, max_element_age_days: float) -> Earlier | None:

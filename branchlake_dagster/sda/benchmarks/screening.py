@@ -21,7 +21,7 @@ from rich.table import Table
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
-from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_collection
 from branchlake_dagster.sda.benchmarks.published_runs import PublishedRuns
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
@@ -198,7 +198,7 @@ def _simulated(folder: Path) -> list[str]:
 def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[str, float]]:
     """Time screenings on one core without Spark, for several numbers of objects and hours."""
     every = Elements.from_arrow(catalogue.sort("sat_no").to_arrow())
-    start = newest_snapshot(catalogue["snapshot_id"].unique().to_list())
+    start = newest_collection(catalogue.to_arrow())
     mixed = np.random.default_rng(0).permutation(len(every))
     found = []
     for share, hours in ((0.25, 2), (0.5, 2), (1.0, 2), (1.0, 4), (1.0, 8)):

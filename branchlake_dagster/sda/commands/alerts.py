@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
+from branchlake_dagster.cli.option_types import Moment
 from branchlake_dagster.cli.registry import exit_on_signals
 from branchlake_dagster.sda.alerts.entry_names import PRIORITIES
-from branchlake_dagster.sda.commands.option_types import Moment
 from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:

@@ -58,6 +58,7 @@ class Wanted:
     def of(self, changes: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of `compared` that are selected by their values in the later or the earlier list.
 
+        The kind is that of the later list, or of the earlier one if the approach is no longer listed.
         Objects are not compared: the lists were read for them already.
         """
         moments = (pl.col("tca"), pl.col("was_tca"))

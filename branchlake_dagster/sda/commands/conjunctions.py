@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
-from branchlake_dagster.sda.commands.option_types import Moment
+from branchlake_dagster.cli.option_types import FiniteRange, Moment
 from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _KINDS = ("encounter", "edge", "together")
 @click.option("--object", "objects", type=int, multiple=True, help="Catalog number; may be repeated.")
 @click.option("--since", type=Moment(), help="Closest at or after this time.")
 @click.option("--until", type=Moment(), help="Closest before this time.")
-@click.option("--within", "within_km", type=click.FloatRange(min=0), help="Largest miss distance, km.")
+@click.option("--within", "within_km", type=FiniteRange(min=0), help="Largest miss distance, km.")
 @click.option(
     "--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Only this kind; may be repeated."
 )
@@ -48,7 +48,13 @@ _KINDS = ("encounter", "edge", "together")
     help="Format of the messages.",
 )
 @click.option("--originator", help="Author of the messages: a registered abbreviation.")
-@click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Most rows of the table; 0: all.",
+)
 def conjunctions(
     objects: tuple[int, ...],
     since: datetime | None,
@@ -136,7 +142,7 @@ def _write_messages(
 @click.option(
     "--within",
     "within_km",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
     help="Largest miss distance, km.",
@@ -150,14 +156,20 @@ def _write_messages(
 @click.option(
     "--max-age",
     "max_age_days",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=14.0,
     show_default=True,
     help="Objects with elements that many days from the begin are left out.",
 )
 @click.option("--at", help="The catalogue as of a time (without a zone: UTC) or a commit hash.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print all rows as CSV.")
-@click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Most rows of the table; 0: all.",
+)
 def screen_ephemeris(
     files: tuple[Path, ...],
     since: datetime | None,

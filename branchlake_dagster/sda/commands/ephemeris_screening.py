@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 import polars as pl
+from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.query.connection import LakeReader
@@ -45,7 +46,8 @@ def screen(
     """Screen files one by one, and print their close approaches with catalog objects.
 
     Unusable records of the files are reported on standard error. Raises ConfigurationError for a file that is
-    too large, or has no usable segment.
+    too large, has no usable segment, or no states in the interval, and if
+    there is no catalog.
     """
     everything = [(path, _read(path)) for path in files]
     catalogue, read_at = _catalogue(reader, at)
@@ -89,7 +91,16 @@ def _read(path: Path) -> ReadEphemeris:
 def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     """Read the tracked objects with names, and a label of the state that was read."""
     place = reader.find_state(at=at)
-    there = {field.name for field in reader.table("sda.catalogue", branch=place.ref).schema().fields}
+    try:
+        table = reader.table("sda.catalogue", branch=place.ref)
+    except NoSuchTableError as error:
+        raise ConfigurationError(
+            f"There is no catalog at {place.label}.",
+            table="sda.catalogue",
+            hint="Run catalogue_job first, or name a later time with --at.",
+            reason="catalogue_missing",
+        ) from error
+    there = {field.name for field in table.schema().fields}
     texts = [name for name in ("object_name", "object_id") if name in there]
     wanted = ", ".join(["sat_no", "epoch", *ELEMENT_FIELDS, *texts])
     chosen = f"state = '{_TRACKED}'" if "state" in there else "TRUE"
@@ -125,6 +136,14 @@ def _screened(
         start = max(start, int(since.timestamp() * 1e6))
     if until is not None:
         end = min(end, int(until.timestamp() * 1e6))
+    if start >= end:
+        raise ConfigurationError(
+            f"{path} has no states between --since and --until.",
+            hint=f"Its states are from {time_of(read.segments[0].begin):%Y-%m-%dT%H:%M:%S} to"
+            f" {time_of(read.segments[-1].end):%Y-%m-%dT%H:%M:%S} UTC.",
+            reason="interval_empty",
+            subject=str(path),
+        )
     left = catalogue.filter(~pl.col("sat_no").is_in(list(exclude)))
     elements = Elements.from_arrow(left.to_arrow())
     fresh = np.abs(start - elements.epoch_micros) <= max_age_days * _DAY_MICROS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
-from branchlake_dagster.sda.commands.option_types import Moment
+from branchlake_dagster.cli.option_types import Moment
 from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:

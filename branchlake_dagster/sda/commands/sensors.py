@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from branchlake_dagster.cli.option_types import FiniteRange
 from branchlake_dagster.cli.registry import exit_on_signals
 
 _KINDS = ("radar", "optical", "isl")
@@ -68,12 +69,30 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 @click.option(
     "--name", default="receiver", show_default=True, help="The receiver's name in each record's headers."
 )
-@click.option("--first-partition", default=0, show_default=True, help="First partition of each topic.")
+@click.option(
+    "--first-partition",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="First partition of each topic.",
+)
 @click.option(
     "--monitor", type=_Address(), default="127.0.0.1:9464", show_default=True, help="/health, /metrics."
 )
-@click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
-@click.option("--buffer", default=200_000, show_default=True, help="Most records between source and sink.")
+@click.option(
+    "--roll-s",
+    type=FiniteRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Age at which a landing file is finished.",
+)
+@click.option(
+    "--buffer",
+    type=click.IntRange(min=1),
+    default=200_000,
+    show_default=True,
+    help="Most records between source and sink.",
+)
 @click.option(
     "--drop",
     type=click.Choice(["oldest", "newest"]),
@@ -81,9 +100,19 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
     show_default=True,
     help="What UDP drops if full.",
 )
-@click.option("--connections", default=1_000, show_default=True, help="Most connections of a TCP address.")
 @click.option(
-    "--connections-per-peer", default=100, show_default=True, help="The same from one sender's address."
+    "--connections",
+    type=click.IntRange(min=1),
+    default=1_000,
+    show_default=True,
+    help="Most connections of a TCP address.",
+)
+@click.option(
+    "--connections-per-peer",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="The same from one sender's address.",
 )
 @click.option("--allow", metavar="CIDR", multiple=True, help="Accept UDP and TCP from this network only.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable: a line when ready, one at the end.")
@@ -131,28 +160,75 @@ def receive(as_json: bool, **options: Any) -> None:
     "--rate", "rates", type=_Rate(), multiple=True, help="Per second, as radar=5000; may be repeated."
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), help="How long; default: until it is ended."
+    "--seconds", type=FiniteRange(min=0, min_open=True), help="How long; default: until it is ended."
 )
 @click.option("--start", help="First instant (without a zone: UTC); default: now.")
 @click.option(
     "--seed", default=2026, show_default=True, help="Everything random follows from it and the start."
 )
-@click.option("--objects", default=2_000, show_default=True, help="Number of simulated objects.")
+@click.option(
+    "--objects",
+    type=click.IntRange(min=1),
+    default=2_000,
+    show_default=True,
+    help="Number of simulated objects.",
+)
 @click.option(
     "--catalogue",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A GP file instead of a simulated catalogue.",
 )
-@click.option("--duplicates", default=0.001, show_default=True, help="Share that is sent twice.")
-@click.option("--stragglers", default=0.001, show_default=True, help="Share that arrives later than allowed.")
-@click.option("--corrupted", default=0.001, show_default=True, help="Share whose bytes are damaged.")
-@click.option("--burst-every-s", default=0.0, show_default=True, help="Seconds between bursts; 0: none.")
-@click.option("--burst-first-s", default=60.0, show_default=True, help="Start of the first burst.")
-@click.option("--burst-s", default=60.0, show_default=True, help="Length of a burst.")
-@click.option("--burst-factor", default=10.0, show_default=True, help="How much more in a burst.")
-@click.option("--connections", default=4, show_default=True, help="Connections of the links.")
+@click.option(
+    "--duplicates", type=FiniteRange(0, 1), default=0.001, show_default=True, help="Share that is sent twice."
+)
+@click.option(
+    "--stragglers",
+    type=FiniteRange(0, 1),
+    default=0.001,
+    show_default=True,
+    help="Share that arrives later than allowed.",
+)
+@click.option(
+    "--corrupted",
+    type=FiniteRange(0, 1),
+    default=0.001,
+    show_default=True,
+    help="Share whose bytes are damaged.",
+)
+@click.option(
+    "--burst-every-s",
+    type=FiniteRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Seconds between bursts; 0: none.",
+)
+@click.option(
+    "--burst-first-s",
+    type=FiniteRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Start of the first burst.",
+)
+@click.option(
+    "--burst-s", type=FiniteRange(min=0), default=60.0, show_default=True, help="Length of a burst."
+)
+@click.option(
+    "--burst-factor",
+    type=FiniteRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="How much more in a burst.",
+)
+@click.option(
+    "--connections",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Connections of the links.",
+)
 @click.option(
     "--fault-every",
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     help="Every this many requests, answer with a fault; 0: never.",

@@ -39,7 +39,7 @@ from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 from branchlake_dagster.sda.providers.pulled import GpProvider
 from branchlake_dagster.sda.registry.satcat import is_satcat
-from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, SIMULATED_PREFIX, GpSource, snapshot_time
 
 __all__ = [
     "fusion_assets",
@@ -139,11 +139,21 @@ fusion_jobs = [
 
 
 def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
-    """Return why windows at ``now`` cannot be computed from the registered snapshots, or None if they can."""
+    """Return why windows at ``now`` cannot be computed from the registered snapshots, or None if they can.
+
+    A snapshot whose id has no time may be a current one.
+    """
     names = instance.get_dynamic_partitions("gp_snapshots")
     if not names:
         return "no GP snapshot is registered"
-    newest = max(snapshot_time(name) or REFERENCE_EPOCH for name in names)
+    times = [
+        snapshot_time(name) or (REFERENCE_EPOCH if name.startswith(SIMULATED_PREFIX) else None)
+        for name in names
+    ]
+    known_times = [time for time in times if time is not None]
+    if len(known_times) < len(times):
+        return None
+    newest = max(known_times)
     if now - newest > MAX_CATALOGUE_AGE:
         age = f"more than {MAX_CATALOGUE_AGE.days} days old"
         return f"the newest GP snapshot is of {newest:%Y-%m-%d %H:%M}Z, {age}"
@@ -265,6 +275,9 @@ observations_sensor = incremental_sensor(
     target=dg.AssetSelection.assets(OBSERVATIONS, REJECTED_OBSERVATIONS),
     max_age_s=10.0,
     min_rows=100_000,
+    # The hour of a run that was killed may get no further measurement that would launch another run.
+    retries=3,
+    retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 """Launches runs that convert new raw measurements, also late ones, to observations."""
@@ -297,6 +310,8 @@ reports_sensor = incremental_sensor(
     # Tracks and alerts of an hour are published separately.
     max_age_s=60.0,
     min_rows=10_000_000,
+    retries=3,
+    retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 """Launches a run that draws an hour's pictures when its associations, tracks or alerts have changed."""

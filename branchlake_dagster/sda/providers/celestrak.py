@@ -41,7 +41,8 @@ class CelesTrak(GpProvider):
     group: str = "active"
     format: str = Field("csv", description="csv, json, xml, kvn, tle or 3le.")
     url: str = "https://celestrak.org/NORAD/elements/gp.php"
-    keep_s: float = Field(7_200.0, ge=0, description="Minimum time between two requests, seconds.")
+    # Less than the two hours of the schedule `gp_pull`, whose ticks come some seconds early or late.
+    keep_s: float = Field(7_000.0, ge=0, description="Minimum time between two requests, seconds.")
     connect_s: float = Field(3.0, gt=0)
     read_s: float = Field(15.0, gt=0)
     tries: int = Field(4, ge=1)
@@ -60,7 +61,7 @@ class CelesTrak(GpProvider):
         """
         clock = clock or ProviderClock()
         query = f"{self.url}?{urlencode({'GROUP': self.group, 'FORMAT': self.format})}"
-        cache = AnswerCache(Path(self.cache_dir) / "celestrak", clock)
+        cache = AnswerCache(Path(self.cache_dir) / "celestrak")
         # Of two processes that pull at the same time, only the first one sends a request.
         with lock_file(cache.answer_path(query)):
             cached_answer = self._load_answer(query, cache, clock)
@@ -81,20 +82,25 @@ class CelesTrak(GpProvider):
             retry=RetryRule(tries=self.tries, give_up_s=self.give_up_s),
             clock=clock,
         )
+        # The next tick of a schedule comes as long after this request as its interval is.
+        asked_at = clock.wall_time()
         answer = downloader.request(
             query, headers=cached_answer.conditional_headers() if cached_answer else {}
         )
         if cached_answer is not None and _is_unchanged(answer):
-            return cache.mark_unchanged(query, cached_answer)
+            return cache.mark_unchanged(query, cached_answer, asked_at)
         if answer.status != _OK or not answer.body.strip() or _NO_DATA.match(answer.body):
             body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
                 f"CelesTrak answered GROUP={self.group} with status {answer.status}: {body_start}.",
                 hint="Check the group and the limits: celestrak.org/NORAD/documentation/gp-data-formats.php.",
             )
-        now = clock.wall_time()
         new_answer = CachedAnswer(
-            answer.body, now, now, answer.headers.get("etag"), answer.headers.get("last-modified")
+            answer.body,
+            clock.wall_time(),
+            asked_at,
+            answer.headers.get("etag"),
+            answer.headers.get("last-modified"),
         )
         return cache.store(query, new_answer)
 

@@ -53,9 +53,8 @@ class CachedAnswer:
 class AnswerCache:
     """Caches answers by query, with one file for the body and one for its metadata."""
 
-    def __init__(self, folder: Path, clock: ProviderClock) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._wall_time = clock.wall_time
 
     def answer_path(self, query: str) -> Path:
         """Return the path of a query's files, without suffix."""
@@ -83,9 +82,9 @@ class AnswerCache:
         _write_atomically(path.with_suffix(".json"), metadata_json.encode())
         return answer
 
-    def mark_unchanged(self, query: str, answer: CachedAnswer) -> CachedAnswer:
-        """Record that the provider was asked now and has nothing newer; return the updated answer."""
-        return self.store(query, replace(answer, asked_at=self._wall_time()))
+    def mark_unchanged(self, query: str, answer: CachedAnswer, asked_at: float) -> CachedAnswer:
+        """Record that the provider was asked and has nothing newer; return the updated answer."""
+        return self.store(query, replace(answer, asked_at=asked_at))
 
 
 class RateLimit:

@@ -59,7 +59,7 @@ class SpaceTrack(GpProvider):
         """
         clock = clock or ProviderClock()
         query = f"{self.url}/basicspacedata/query/{self.query}"
-        cache = AnswerCache(Path(self.cache_dir) / "space-track", clock)
+        cache = AnswerCache(Path(self.cache_dir) / "space-track")
         with lock_file(cache.answer_path(query)):
             cached_answer = cache.get(query)
             if cached_answer is None or not 0 <= clock.wall_time() - cached_answer.asked_at < self.keep_s:

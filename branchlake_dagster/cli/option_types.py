@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,3 +23,14 @@ class Moment(click.ParamType[datetime]):
         if not 1957 <= moment.year < 2262:  # from the first satellite to the end of 64-bit nanoseconds
             self.fail(f"{value!r} is not a time between 1957 and 2262.", param, ctx)
         return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+class FiniteRange(click.FloatRange):
+    """An option with a number in a range. Unlike `click.FloatRange`, it refuses `inf` and `nan`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if number is not None and not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
