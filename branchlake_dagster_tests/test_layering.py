@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "embedded": {*_BASE, "nessie"},
     "spark": {*_BASE, "nessie", "embedded"},
     "lakehouse": {*_BASE, "nessie", "catalog", "embedded", "spark"},
-    "backup": {*_BASE, "nessie", "catalog", "embedded", "lakehouse"},
+    "backup": {*_BASE, "nessie", "catalog", "embedded", "lakehouse", "receivers"},
     "launching": {*_BASE, "nessie", "embedded"},
     "receivers": {*_BASE, "embedded"},
     "history": {*_BASE, "catalog"},

@@ -6,8 +6,8 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class _FolderEntries:
     mode: int
     files: tuple[Path, ...]
     skipped_links: tuple[Path, ...]
+    early_contents: Mapping[Path, bytes] = field(default_factory=dict)
+    """The contents of the early files, which are not among ``files``."""
 
 
 def copy_folder(
@@ -49,6 +51,7 @@ def copy_folder(
     *,
     previous: Path | None = None,
     has_databases: bool = False,
+    early_files: Collection[str] = (),
     report: Callable[[CopyCount], None] = lambda _: None,
 ) -> CopyCount:
     """Copy all folders and files below `source` to the folder `target`. Return the counts. Raises OSError.
@@ -57,15 +60,20 @@ def copy_folder(
     modification time, the new file is a hard link to this copy. With `has_databases`, SQLite databases are
     copied by SQLite, so the copies are consistent; a database with an empty or no write-ahead log may be
     linked. A symbolic link to a file becomes a file with the same content. Folders get the permissions of
-    their sources after all files are copied. `report` is called every 5,000 files.
+    their sources after all files are copied. Files with one of the names `early_files` are read before their
+    folder is listed; they must be small. `report` is called every 5,000 files.
     """
     count = CopyCount()
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder_modes: list[tuple[Path, int]] = []
-    for entries in _walk_folders(source):
+    for entries in _walk_folders(source, early_files):
         (target / entries.folder).mkdir(mode=0o700, exist_ok=True)
         folder_modes.append((target / entries.folder, entries.mode))
         count.skipped_links += [str(link) for link in entries.skipped_links]
+        for relative_path, content in entries.early_contents.items():
+            (target / relative_path).write_bytes(content)
+            count.files += 1
+            count.bytes += len(content)
         for relative_path in entries.files:
             path, copy = source / relative_path, target / relative_path
             if has_databases and _is_companion(path):
@@ -98,7 +106,7 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
+def _walk_folders(source: Path, early_files: Collection[str]) -> Iterator[_FolderEntries]:
     """Yield a folder and all folders below it, each before its subfolders.
 
     Links to folders are not followed.
@@ -106,6 +114,10 @@ def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
     pending = [Path()]
     while pending:
         folder = pending.pop()
+        early_contents = {}
+        for name in early_files:
+            with suppress(FileNotFoundError):
+                early_contents[folder / name] = (source / folder / name).read_bytes()
         try:
             with os.scandir(source / folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
@@ -118,9 +130,9 @@ def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
                 pending.append(folder / entry.name)
             elif entry.is_symlink() and not Path(entry.path).is_file():
                 skipped_links.append(folder / entry.name)
-            elif entry.is_file():
+            elif entry.is_file() and folder / entry.name not in early_contents:
                 files.append(folder / entry.name)
-        yield _FolderEntries(folder, mode, tuple(files), tuple(skipped_links))
+        yield _FolderEntries(folder, mode, tuple(files), tuple(skipped_links), early_contents)
 
 
 def _is_companion(path: Path) -> bool:

@@ -175,6 +175,7 @@ class LakeBackup:
                     target,
                     previous=previous / lake_folder.name if previous else None,
                     has_databases=lake_folder.has_databases,
+                    early_files=lake_folder.early_files,
                     report=partial(self._report_progress, lake_folder.name),
                 )
             else:  # a lake without tables has no warehouse yet

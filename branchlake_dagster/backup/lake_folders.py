@@ -9,6 +9,7 @@ from pathlib import Path
 
 from branchlake_dagster.backup.errors import NotBackedUpHere
 from branchlake_dagster.catalog.stored_files import local_path
+from branchlake_dagster.receivers.landing import NEXT_OFFSET_FILE
 from branchlake_dagster.settings import Settings
 
 NESSIE_PART = "nessie"
@@ -26,6 +27,8 @@ class SavedFolder:
     name: str
     path: Path
     has_databases: bool = False
+    early_files: frozenset[str] = frozenset()
+    """Names of files that are read before their folder is listed."""
 
 
 def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFolder, ...]:
@@ -34,7 +37,8 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFold
     Dagster's home is the first and the warehouse the last. If a run is published during the backup, its
     events may be missing in Dagster's copy, as after a crash of the publisher; the publication sensor adds
     them after a restore. The warehouse's copy has all files to which Nessie's copy refers, because a file is
-    written before Nessie refers to it.
+    written before Nessie refers to it. For the same reason the landing folder comes after Nessie: the copy
+    has all records that were ingested.
 
     Raises NotBackedUpHere if Nessie is not embedded, if the warehouse is not a local folder, or if one folder
     contains another: the inner folder would be saved twice, and could not be restored.
@@ -55,14 +59,16 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFold
             reason="other_warehouse",
             subject=settings.warehouse_uri,
         )
-    optional_folders = (
-        SavedFolder("landing", settings.landing_folder),
-        SavedFolder("alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True),
+    subscribers = SavedFolder(
+        "alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True
     )
+    # A receiver may be writing. The mark of the next offset must not be ahead of the copied files.
+    landing = SavedFolder("landing", settings.landing_folder, early_files=frozenset({NEXT_OFFSET_FILE}))
     lake_folders = (
         SavedFolder(DAGSTER_PART, dagster_home, has_databases=True),
-        *(folder for folder in optional_folders if folder.path.is_dir()),
+        *(folder for folder in (subscribers,) if folder.path.is_dir()),
         SavedFolder(NESSIE_PART, settings.state_dir / "nessie"),
+        *(folder for folder in (landing,) if folder.path.is_dir()),
         SavedFolder(WAREHOUSE_PART, local_path(settings.warehouse_uri)),
     )
     if nested := find_nested_folders(lake_folders):

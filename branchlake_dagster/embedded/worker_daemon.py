@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,6 +71,9 @@ def _request_fork(connection: socket.socket) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGTERM)
         if not is_listening:
+            time.sleep(_REPEAT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(daemon, signal.SIGTERM)
             sys.exit(128 + number)
         signal.setitimer(signal.ITIMER_REAL, _REPEAT_S)
 

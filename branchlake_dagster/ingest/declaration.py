@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dagster import AssetKey, FreshnessPolicy
@@ -34,6 +34,17 @@ TOMBSTONE = "tombstone"
 ROUTE = "{route}"
 """The placeholder in the last part of a table's key. The route of a record replaces it."""
 _MAX_KEPT_DAYS = 36_500
+_VALUES_BY_OPTION: Mapping[str, tuple[str | None, ...]] = {
+    "envelope": ("debezium", None),
+    "source": ("kafka", "landing"),
+    "on_contract": ("dead_letter", "block"),
+    "on_unrouted": ("dead_letter", "skip"),
+    "on_rollback": get_args(OnRollback),
+    "on_recreated": ("stop", "start_over"),
+    "on_reset": ("stop", "continue_at_end"),
+    "on_lost": ("stop", "skip"),
+}
+"""The values that an option of an ingestion may have. A misspelled "stop" must not skip records."""
 _DEBEZIUM: Mapping[str, RecordOperation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
 _OPERATION_WORDS: Mapping[str, RecordOperation] = {
     **dict.fromkeys(("i", "insert", "c", "create", "r", "read"), "insert"),
@@ -201,8 +212,8 @@ class Ingest:
             landing folder of the settings, which Spark's workers must be able to read. (default: `kafka`)
         start (Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets): The start of a
             topic that was never read: its first offset, its end, the first record since a time, the committed
-            offsets of a consumer group, or given offsets. Ignored once the tables have offsets of the topic.
-            (default: `earliest`)
+            offsets of a consumer group, or given offsets. A time without a zone is in UTC. Ignored once the
+            tables have offsets of the topic. (default: `earliest`)
         most_records (int): Maximum number of records in a batch.
         dead_letters (Optional[str]): The asset of records that cannot be converted. (default:
             `<namespace of the first table>/<name>_dead_letters`)
@@ -293,9 +304,17 @@ class Ingest:
             raise ConfigurationError(
                 f"Ingestion {self.name} needs a list of topics and of tables.", hint='topics=["orders"]'
             )
-        if self.source not in ("kafka", "landing"):
-            raise ConfigurationError(f"Unknown source {self.source!r}.", hint="Use kafka or landing.")
+        for option, values in _VALUES_BY_OPTION.items():
+            if getattr(self, option) not in values:
+                raise ConfigurationError(
+                    f"Ingestion {self.name} has {option}={getattr(self, option)!r}.",
+                    hint=f"Use {' or '.join('None' if value is None else value for value in values)}.",
+                    reason="unknown_value",
+                    subject=option,
+                )
         self._require_start()
+        if isinstance(self.start, datetime) and self.start.tzinfo is None:
+            object.__setattr__(self, "start", self.start.replace(tzinfo=UTC))
         if len({*self.all_assets}) != len(self.all_assets):
             raise ConfigurationError(f"Ingestion {self.name} declares the same table twice.")
         if not 0 <= self.tolerance <= 1:

@@ -29,6 +29,7 @@ from dagster import (
     TableColumn,
     TableColumnConstraints,
     TableSchema,
+    TimeWindowPartitionsDefinition,
 )
 from pyiceberg.table import Table
 from pyiceberg.typedef import Identifier
@@ -160,8 +161,16 @@ def _column_schema(table: Table) -> TableSchema:
 
 
 def output_partition_keys(context: OutputContext) -> tuple[str, ...]:
-    """Return the keys of the partitions that this output writes; empty if the asset is not partitioned."""
-    return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
+    """Return the keys of the partitions that this output writes; empty if the asset is not partitioned.
+
+    All attempts of a step get them in the same order: Dagster returns keys that are not time windows in
+    another order in each process.
+    """
+    if not context.has_asset_partitions:
+        return ()
+    keys = context.asset_partition_keys
+    is_ordered = isinstance(context.asset_partitions_def, TimeWindowPartitionsDefinition)
+    return tuple(keys if is_ordered else sorted(keys))
 
 
 def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:

@@ -99,6 +99,21 @@ def table_metadata(
                 day = context.partition_time_window.start.date()
                 return pl.DataFrame({"day": [day], "price": [2.5]})
     """
+    for option, value in (("keys", keys), ("layout", layout)):
+        if isinstance(value, str):
+            raise ConfigurationError(
+                f"{option}={value!r} is a text, not a list.",
+                hint=f"Write {option}=[{value!r}].",
+                reason="not_a_list",
+                subject=option,
+            )
+    if partition_by is not None and not isinstance(partition_by, str | Mapping):
+        raise ConfigurationError(
+            f"partition_by={partition_by!r} names no column.",
+            hint='Use the name of a column, or for several dimensions a dict: {"dimension": "column"}.',
+            reason="not_a_mapping",
+            subject="partition_by",
+        )
     metadata: dict[str, Any] = {}
     if write_mode is not None:
         metadata[AssetMetadata.WRITE_MODE] = write_mode

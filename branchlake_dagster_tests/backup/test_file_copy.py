@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -315,3 +316,27 @@ def test_a_server_that_does_not_stop_is_not_copied(
     with raising(BackupFailed, reason="not_suspended"):
         copy_database(make_store(tmp_path / "store"), tmp_path / "copy", server=sleeper, limit_s=0.2)
     assert not is_suspended(sleeper.pid)
+
+
+def test_an_early_file_is_read_before_its_folder_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partition = tmp_path / "landing" / "topic" / "0"
+    partition.mkdir(parents=True)
+    (partition / "mark").write_text("1")
+    (partition / "file-0").touch()
+    scan = os.scandir
+
+    def scan_while_a_receiver_writes(folder: Path) -> Any:
+        # Between the reading of the mark and the listing, the receiver finishes a file.
+        if Path(folder) == partition:
+            (partition / "file-1").touch()
+            (partition / "mark").write_text("2")
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scan_while_a_receiver_writes)
+    count = copy_folder(tmp_path / "landing", tmp_path / "copy", early_files={"mark"})
+    copied = tmp_path / "copy" / "topic" / "0"
+    assert (copied / "mark").read_text() == "1"
+    assert sorted(path.name for path in copied.iterdir()) == ["file-0", "file-1", "mark"]
+    assert (count.files, count.bytes) == (3, 1)

@@ -153,6 +153,13 @@ def test_the_path_of_the_warehouse_is_taken_literally(tmp_path: Path) -> None:
     assert list_lake_folders(settings, tmp_path / "dagster")[-1].path == Path("/srv/a%20b")
 
 
+def test_landing_files_are_copied_after_the_tables_that_were_ingested_from_them(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    settings.landing_folder.mkdir(parents=True)
+    names = [folder.name for folder in list_lake_folders(settings, tmp_path / "dagster")]
+    assert names == ["dagster", "nessie", "landing", "warehouse"]
+
+
 # -- failed backups ------------------------------------------------------------------------------------
 
 

@@ -231,7 +231,8 @@ def test_a_fork_that_loses_a_signal_gets_another(tmp_path: Path) -> None:
             playing.join(30)
             made.send_signal(signal.SIGTERM)
             assert forks[0].wait(20) == -signal.SIGTERM
-            assert made.wait(20) == 0
+            # The second status if the signal comes before the message that the fork listens.
+            assert made.wait(20) in (0, 128 + signal.SIGTERM)
         finally:
             for fork in forks:
                 fork.kill()

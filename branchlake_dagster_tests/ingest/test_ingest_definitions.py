@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
 import dagster as dg
 import pytest
 
@@ -47,3 +51,26 @@ def test_a_batch_a_run_takes_any_check() -> None:
 def test_the_checks_of_an_ingestion_are_made_both_ways() -> None:
     merged = branchlake_definitions(definitions=ingest_definitions(ORDERS))
     assert "ingest_orders_live" in {job.name for job in merged.resolve_all_job_defs()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_lost": "Stop"},
+        {"on_reset": "fail"},
+        {"on_recreated": "STOP"},
+        {"on_rollback": ""},
+        {"on_contract": "blok"},
+        {"on_unrouted": None},
+        {"envelope": "Debezium"},
+        {"source": "file"},
+    ],
+)
+def test_a_misspelled_option_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        replace(ORDERS, **options)
+    assert (refused.value.reason, refused.value.subject) == ("unknown_value", next(iter(options)))
+
+
+def test_a_start_without_a_zone_is_in_utc() -> None:
+    assert replace(ORDERS, start=datetime(2026, 11, 1)).start == datetime(2026, 11, 1, tzinfo=UTC)

@@ -26,6 +26,7 @@ from branchlake_dagster.io_manager.table_writer import (
     convert_frame,
     plan_write,
 )
+from branchlake_dagster.runs.provenance import output_partition_keys
 from branchlake_dagster.tables.specification import TableSpec, WriteMode
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.suite.raised import raising
@@ -175,3 +176,22 @@ def test_the_engine_of_arrow_rows(
     assert prepared.is_empty == empty
     reason = table_writer._plan_upsert(prepared) if plan.matches_rows and not empty else None
     assert isinstance(reason, SparkReason) == spark
+
+
+@pytest.mark.parametrize(
+    ("definition", "expected"),
+    [
+        (dg.StaticPartitionsDefinition(["it", "de", "fr"]), ("de", "fr", "it")),
+        (dg.DailyPartitionsDefinition("30-01-2026", fmt="%d-%m-%Y"), ("30-01-2026", "01-02-2026")),
+    ],
+)
+def test_all_attempts_of_a_step_name_their_partitions_in_the_same_order(
+    definition: dg.PartitionsDefinition[str], expected: tuple[str, ...]
+) -> None:
+    # Dagster keeps keys that are not time windows in a set, whose order differs from process to process.
+    is_ordered = isinstance(definition, dg.TimeWindowPartitionsDefinition)
+    for keys in (expected,) if is_ordered else (expected, expected[::-1]):
+        context: Any = SimpleNamespace(
+            has_asset_partitions=True, asset_partition_keys=list(keys), asset_partitions_def=definition
+        )
+        assert output_partition_keys(context) == expected

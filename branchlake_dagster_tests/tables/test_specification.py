@@ -225,3 +225,17 @@ def test_parquet_is_what_tables_have(properties: dict[str, str]) -> None:
 @pytest.mark.parametrize("declaration", ["city", " city", "city ", "\tcity\n"])
 def test_spaces_around_a_column_of_the_layout_are_ignored(declaration: str) -> None:
     assert LayoutField.from_declaration(declaration) == LayoutField("city")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"keys": "id"}, "not_a_list"),
+        ({"layout": "day(at)"}, "not_a_list"),
+        ({"partition_by": ["day"]}, "not_a_mapping"),
+        ({"partition_by": ["ab"]}, "not_a_mapping"),
+    ],
+)
+def test_a_text_is_not_taken_for_a_list_of_letters(options: dict[str, object], reason: str) -> None:
+    with raising(ConfigurationError, reason=reason, subject=next(iter(options))):
+        table_metadata(**options)
