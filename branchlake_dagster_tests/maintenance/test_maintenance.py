@@ -216,7 +216,7 @@ def test_the_commands(lakehouse: Lakehouse, table: str, monkeypatch: pytest.Monk
     assert [holder["reference"] for holder in kept["holders"]][:1] == ["main"]
     path = Path(location.removeprefix("file://"))
     monkeypatch.chdir(path.parent)
-    assert call("explain", path.name) == kept
+    assert call("explain", path.name)["holders"] == kept["holders"]
     shown = CliRunner().invoke(command, ["maintain", "plan", table])
     assert shown.exit_code == 0
     for part in ("compaction", "expiry"):

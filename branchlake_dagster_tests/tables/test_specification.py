@@ -236,6 +236,6 @@ def test_spaces_around_a_column_of_the_layout_are_ignored(declaration: str) -> N
         ({"partition_by": ["ab"]}, "not_a_mapping"),
     ],
 )
-def test_a_text_is_not_taken_for_a_list_of_letters(options: dict[str, object], reason: str) -> None:
+def test_a_text_is_not_taken_for_a_list(options: dict[str, object], reason: str) -> None:
     with raising(ConfigurationError, reason=reason, subject=next(iter(options))):
         table_metadata(**options)
