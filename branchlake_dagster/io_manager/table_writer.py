@@ -216,7 +216,9 @@ class PreparedWrite:
         """Whether the write would change nothing: no key has changed, or an upsert has no rows."""
         if self.changed_keys is not None:
             return not self.changed_keys.num_rows
-        return self.plan.matches_rows and not self.frame.is_spark and not self.frame.rows.num_rows
+        if self.plan.spec.write_mode != "upsert" or self.table.current_snapshot() is None:
+            return False
+        return not self.frame.is_spark and not self.frame.rows.num_rows
 
 
 @dataclass(frozen=True)

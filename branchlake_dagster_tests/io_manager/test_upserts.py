@@ -145,6 +145,30 @@ def test_an_upsert_writes_rows_of_its_partitions_and_matches_rows_of_all(
 
 
 @pytest.mark.usefixtures("no_spark")
+def test_an_upsert_without_rows_changes_nothing_also_in_a_partition_without_rows(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    left: list[Any] = [
+        pl.DataFrame({"day": ["mon"], "id": [1]}),
+        pl.DataFrame(schema={"day": str, "id": int}),
+    ]
+    asset = of(
+        left,
+        namespace,
+        partitions_def=dg.StaticPartitionsDefinition(["mon", "tue"]),
+        metadata=table_metadata(
+            write_mode="upsert", keys=["day", "id"], partition_by="day", require_checks=False
+        ),
+    )
+    with project(lakehouse, asset) as p:
+        settled(p, partition="mon")
+        first = lakehouse.catalog().load_table((namespace, "t")).metadata.snapshots
+        run_id = p.run(partition="tue")
+        branch = lakehouse.catalog(run_branch_name(run_id)).load_table((namespace, "t"))
+        assert branch.metadata.snapshots == first
+
+
+@pytest.mark.usefixtures("no_spark")
 def test_a_bad_key_stops_an_upsert_into_rows(lakehouse: Lakehouse, namespace: str) -> None:
     ids: list[list[Any]] = [[1], [7, 7], [None, 8]]
     left: list[Any] = [pl.DataFrame({"kind": ["a"] * len(one), "id": one}) for one in ids]
