@@ -93,15 +93,17 @@ def undrop(table: str, module: str | None) -> None:
     The files of a dropped table stay for BRANCHLAKE_HISTORY_HORIZON_DAYS, 30 days by default.
     """
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.nessie.model import ContentKey
     from branchlake_dagster.undo.undrop import undrop_table
 
-    settings = load_command_settings(module).require_named_lake()
-    lake = Lakehouse(settings, say=print_progress, start=False)
-    lake.endpoints(spark=False)
     try:
-        restored = undrop_table(lake, table)
+        ContentKey.from_path(table)
     except ValueError as error:
         raise ConfigurationError(
             f"{table!r} is not a table name.", hint="Write the name as namespace.name."
         ) from error
+    settings = load_command_settings(module).require_named_lake()
+    lake = Lakehouse(settings, say=print_progress, start=False)
+    lake.endpoints(spark=False)
+    restored = undrop_table(lake, table)
     click.echo(f"{table} is back as {restored.commit}, as it was at {restored.from_commit}.")

@@ -69,7 +69,6 @@ def test_a_size_that_the_benchmark_does_not_have_is_named() -> None:
         ["receive", "--buffer", "0"],
         ["receive", "--roll-s", "nan"],
         ["simulate", "--objects", "-1"],
-        ["simulate", "--duplicates", "2"],
         ["conjunctions", "--within", "nan"],
         ["conjunctions", "--within", "inf"],
         ["conjunctions", "--rows", "-1"],
@@ -92,11 +91,9 @@ def test_reprocess_takes_the_times_of_other_commands(time: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "sda..tracks", "sda.`tracks"])
 def test_undrop_names_a_table_that_is_no_table_name(name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("branchlake_dagster.lakehouse.lakehouse.Lakehouse.endpoints", lambda *_, **__: None)
-        patch.setattr("branchlake_dagster.lakehouse.lakehouse.Lakehouse.nessie", None)
-        done = call("undrop", name)
+    done = call("undrop", name)
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert repr(name) in done.output
 
 
 def test_demo_help_lists_the_options() -> None:

@@ -178,19 +178,15 @@ def receive(as_json: bool, **options: Any) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A GP file instead of a simulated catalogue.",
 )
-@click.option(
-    "--duplicates", type=FiniteRange(0, 1), default=0.001, show_default=True, help="Share that is sent twice."
-)
+@click.option("--duplicates", default=0.001, show_default=True, help="Share that is sent twice.")
 @click.option(
     "--stragglers",
-    type=FiniteRange(0, 1),
     default=0.001,
     show_default=True,
     help="Share that arrives later than allowed.",
 )
 @click.option(
     "--corrupted",
-    type=FiniteRange(0, 1),
     default=0.001,
     show_default=True,
     help="Share whose bytes are damaged.",
