@@ -29,6 +29,8 @@ from branchlake_dagster.runs.run_tags import RunLocation, is_judged
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 
+_ABSENCE_S = 5.0
+"""The seconds without heartbeat and branch after which a holder is gone. A new holder needs one to get both."""
 LEASE_NAMESPACE = "branchlake"
 """The namespace of the leases. Branchlake's first commit to an empty `main` creates it."""
 
@@ -131,7 +133,8 @@ class HolderWatch:
 
         A holder is gone if its run has failed, or has ended and has a verdict or no branch. It is also gone
         if it was silent: its heartbeats stayed unchanged through six further calls and three of its
-        intervals.
+        intervals. A run of another Dagster instance that has neither heartbeats nor a branch was published or
+        discarded; for it 5 s are enough.
         """
         run = self._instance.get_run_by_id(run_id_of_branch(self._holder))
         if run is not None and run.is_finished:
@@ -153,7 +156,11 @@ class HolderWatch:
         max_silence_s = max(
             (beat.max_silence_s for beat in holder_beats), default=MISSED_INTERVALS * self._interval_s
         )
-        if self._readings < MIN_READINGS or now - self._since < max_silence_s:
+        if self._readings < MIN_READINGS:
+            return None
+        if not holder_beats and now - self._since >= _ABSENCE_S and self._is_branch_gone():
+            return "it has neither a heartbeat nor a branch"
+        if now - self._since < max_silence_s:
             return None
         return f"it was silent for {now - self._since:.0f} s"
 

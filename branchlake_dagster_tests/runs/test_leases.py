@@ -288,3 +288,28 @@ def test_a_holder_that_beats_is_not_gone_and_a_pause_of_the_asker_is_no_silence(
     # Silent for 29 s; then for 30.
     assert [look(29.0 / 6) for _ in range(6)] == [None] * 6
     assert look(1.0) == "it was silent for 30 s"
+
+
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_a_holder_of_another_instance_is_gone_at_once_only_without_branch(
+    lakehouse: Lakehouse, has_branch: bool
+) -> None:
+    now = [0.0]
+    if has_branch:
+        head = lakehouse.nessie.reference(MAIN).hash
+        lakehouse.nessie.create_branch("run-elsewhere", from_ref=MAIN, from_hash=head)
+    watch = HolderWatch(
+        "run-elsewhere",
+        lakehouse.nessie,
+        SimpleNamespace(get_run_by_id=lambda _: None),  # type: ignore[arg-type]
+        tuple,
+        interval_s=10.0,
+        monotonic=lambda: now[0],
+    )
+
+    def look(after_s: float) -> bool:
+        now[0] += after_s
+        return watch.gone_reason() is not None
+
+    assert [look(1.0) for _ in range(7)] == [False] * 6 + [not has_branch]
+    assert [look(4.0) for _ in range(6)] == [not has_branch] * 5 + [True]
