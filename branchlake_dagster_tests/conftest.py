@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster_launching import install_engine_cache, install_revision_cache
+from branchlake_dagster.internals.dagster_sqlite import install_revision_cache, keep_sqlite_connections
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
@@ -28,7 +28,7 @@ from branchlake_dagster_tests.suite.guard import guarding
 from branchlake_dagster_tests.suite.instances import (
     copy_run_databases,
     do_not_wait_for_the_disk,
-    keep_connections,
+    prepare_engine,
 )
 from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     check_every_output()
     ignore_own_project()
     install_revision_cache()
-    install_engine_cache(keep_connections)
+    keep_sqlite_connections(prepare_engine)
     copy_run_databases()
     do_not_wait_for_the_disk()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)

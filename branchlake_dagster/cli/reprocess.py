@@ -164,8 +164,10 @@ class _IngestionLocation:
         from dagster import DagsterInstance
 
         from branchlake_dagster.cli.dagster_home import dagster_home
+        from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 
         dagster_home(self.settings)
+        keep_sqlite_connections()
         with DagsterInstance.get() as instance:
             job = self.repository.get_job(self.job_name)
             return job.execute_in_process(instance=instance, tags=tags).run_id

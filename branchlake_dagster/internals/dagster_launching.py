@@ -2,38 +2,24 @@
 
 Only the base class of a run launcher is public. Its arguments, the code location of a run, and how a run's
 process executes the run have no public names.
-
-The module also installs caches for Dagster's SQLite databases in a process that executes one run. Dagster has
-a database for each run, and opens one for each event that it stores. Each time it creates an SQLAlchemy
-engine, which compiles every statement again. Twice per run it also requests the newest revision of the
-databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of the computing time
-of a small run. Dagster has no setting for either. So names of its modules are replaced, only in branchlake's
-own processes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from dagster import DagsterInstance, DagsterRun, RepositoryDefinition
 from dagster._config.config_schema import UserConfigSchema
 from dagster._core.definitions.repository_definition import RepositoryLoadData
 from dagster._core.instance import InstanceRef
 from dagster._core.launcher.base import CheckRunHealthResult, LaunchRunContext, WorkerStatus
 from dagster._core.origin import RepositoryPythonOrigin
-from dagster._core.storage.sql import ALEMBIC_SCRIPTS_LOCATION, get_alembic_config
 from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
 from dagster._utils import get_run_crash_explanation
 from dagster._utils.hosted_user_process import recon_repository_from_origin
 from dagster._utils.interrupts import capture_interrupts
-from sqlalchemy import Engine
-from sqlalchemy.pool import NullPool, Pool
 
 if TYPE_CHECKING:
     from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
@@ -179,65 +165,3 @@ def execute_launched_run(instance: DagsterInstance, run_id: str) -> None:
 def format_crash(run_id: str, exit_code: int) -> str:
     """Return Dagster's sentence on how the process of a run ended. A negative exit code is a signal."""
     return get_run_crash_explanation(f"Run execution process for {run_id}", exit_code)
-
-
-STORAGES = (
-    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
-    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
-    "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
-)
-"""The modules of Dagster's default storage that create SQLite engines."""
-
-_ENGINES = 32
-"""The largest number of cached engines; a run uses four."""
-
-
-def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> None:
-    """Make Dagster create the engine of each SQLite database once per process, and call `prepare` with it.
-
-    Cached engines keep no connection open: all connections are opened and closed as before.
-    """
-    for name in STORAGES:
-        storage = import_module(name)
-        setattr(storage, "create_engine", cache_engines(storage.create_engine, prepare))  # noqa: B010 - untyped
-
-
-def cache_engines(
-    create: Callable[..., Engine], prepare: Callable[[Engine], None] = lambda _: None
-) -> Callable[..., Engine]:
-    """Return a function like `create` that caches engines which close each connection after use.
-
-    Other engines are created anew. `prepare` is called with each cached engine once.
-    """
-
-    @lru_cache(maxsize=_ENGINES)
-    def get_engine(url: str, timeout: float | None) -> Engine:
-        more = {} if timeout is None else {"connect_args": {"timeout": timeout}}
-        engine = create(url, poolclass=NullPool, **more)
-        prepare(engine)
-        return engine
-
-    def create_cached(
-        url: str, *, poolclass: type[Pool], connect_args: Mapping[str, float] | None = None, **others: object
-    ) -> Engine:
-        other_args = dict(connect_args or {})
-        timeout = other_args.pop("timeout", None)
-        if poolclass is NullPool and not other_args and not others:
-            return get_engine(url, timeout)
-        return create(url, poolclass=poolclass, connect_args=connect_args or {}, **others)
-
-    return create_cached
-
-
-def install_revision_cache() -> None:
-    """Read the revisions of Dagster's databases now, once for this process and its forks."""
-    directory = ScriptDirectory.from_config
-    # All databases have the same revisions, and their configurations are equal otherwise.
-    cached_directory = directory(get_alembic_config(import_module(STORAGES[0]).__file__ or ""))
-    cached_directory.as_revision_number("head")  # orders the scripts
-
-    def from_config(config: Config) -> ScriptDirectory:
-        script_location = config.get_main_option("script_location")
-        return cached_directory if script_location == ALEMBIC_SCRIPTS_LOCATION else directory(config)
-
-    ScriptDirectory.from_config = from_config  # type: ignore[method-assign]

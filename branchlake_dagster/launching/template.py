@@ -31,11 +31,10 @@ from branchlake_dagster.internals.dagster_launching import (
     RepositoryPythonOrigin,
     deserialize_value,
     inject_secrets,
-    install_engine_cache,
-    install_revision_cache,
     load_repository,
     preload_execution,
 )
+from branchlake_dagster.internals.dagster_sqlite import install_revision_cache, keep_sqlite_connections
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 from branchlake_dagster.launching.worker import (
     RUN_ENDED_STATUS,
@@ -116,7 +115,7 @@ def load_code_location(message: Mapping[str, Any]) -> dict[Path, Stamp | None]:
     inject_secrets(instance_ref, message["location"])
     load_repository(deserialize_value(message["origin"], RepositoryPythonOrigin), message["load_data"])
     preload_execution(instance_ref)
-    install_engine_cache()
+    keep_sqlite_connections()
     install_revision_cache()
     _preload_late_imports()
     if other_threads := [

@@ -30,7 +30,7 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 
 _ABSENCE_S = 5.0
-"""The seconds without heartbeat and branch after which a holder is gone. A new holder needs one to get both."""
+"""The seconds without heartbeat and branch after which a holder is gone. A new holder soon has both."""
 LEASE_NAMESPACE = "branchlake"
 """The namespace of the leases. Branchlake's first commit to an empty `main` creates it."""
 

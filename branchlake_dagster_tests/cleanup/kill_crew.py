@@ -18,7 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster.internals.dagster_launching import STORAGES
+from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.runs.run_tags import RunState
 
 PROJECT = "branchlake_dagster_tests.cleanup.kill_project"
@@ -71,12 +71,15 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
-    from branchlake_dagster.internals.dagster_launching import install_engine_cache, install_revision_cache
+    from branchlake_dagster.internals.dagster_sqlite import (
+        install_revision_cache,
+        keep_sqlite_connections,
+    )
     from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 
     # As in the tests' own process: a third of what a run computes.
     install_revision_cache()
-    install_engine_cache(without_waiting_for_the_disk)
+    keep_sqlite_connections(without_waiting_for_the_disk)
     tests = multiprocessing.parent_process()
 
     with dg.DagsterInstance.get() as instance:

@@ -10,7 +10,7 @@ import dagster as dg
 import numpy as np
 from alembic.script import ScriptDirectory
 
-from branchlake_dagster.internals.dagster_launching import STORAGES
+from branchlake_dagster.internals.dagster_sqlite import STORAGES
 
 IMPORTED_BY = os.getpid()
 VERSION = "first"

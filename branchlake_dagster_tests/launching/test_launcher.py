@@ -13,7 +13,7 @@ import psutil
 import pytest
 from dagster import DagsterRunStatus
 
-from branchlake_dagster.internals import dagster_launching
+from branchlake_dagster.internals import dagster_sqlite
 from branchlake_dagster.launching import launcher
 from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
@@ -64,7 +64,15 @@ def test_runs_are_forks_of_one_process_that_has_imported_the_code(warm: Stack) -
 
 def test_a_run_has_the_revisions_and_engines_of_its_databases_kept(warm: Stack) -> None:
     run = warm.finished(warm.launch("telling"))
-    assert run.tags["revisions_by"] == run.tags["engines_by"] == dagster_launching.__name__
+    assert run.tags["revisions_by"] == run.tags["engines_by"] == dagster_sqlite.__name__
+
+
+def test_a_run_leaves_nothing_beside_its_database(warm: Stack) -> None:
+    run_id = warm.launch("telling")
+    warm.finished(run_id)
+    folder = Path(warm.instance.root_directory, "history", "runs")
+    dagster_sqlite.close_kept_connections()  # those of this process
+    wait_for(lambda: [path.name for path in folder.glob(f"{run_id}*")] == [f"{run_id}.db"])
 
 
 def test_what_a_step_prints_is_kept_as_dagster_keeps_it(warm: Stack) -> None:

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.exc import DisconnectionError
-from sqlalchemy.pool import NullPool, QueuePool
+from sqlalchemy.pool import NullPool
 
 from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS, SqliteEventLogStorage
 
@@ -93,30 +91,10 @@ def without_waiting_for_the_disk(engine: Engine) -> None:
     event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
 
 
-def keep_connections(engine: Engine) -> None:
-    """As `without_waiting_for_the_disk`; the engine keeps its connections as well.
-
-    Dagster opens and closes a connection for each event, and disposes of the engine. That was a sixth of a small run's time.
-    Not for processes that fork: the two sides must not use one connection.
-    """
+def prepare_engine(engine: Engine) -> None:
+    """As `without_waiting_for_the_disk`; the engine shares its compiled statements with all others."""
     without_waiting_for_the_disk(engine)
-    engine.pool = QueuePool(
-        engine.pool._creator, max_overflow=-1, _dispatch=engine.pool.dispatch, dialect=engine.dialect
-    )
     _share_compiled_statements(engine)
-    engine.dispose = lambda close=True: None  # type: ignore[method-assign]
-    file = Path(engine.url.database or "")
-
-    def note(_: Any, record: Any) -> None:
-        record.info["file"] = _identity(file)
-
-    def compare(_: Any, record: Any, __: Any) -> None:
-        # A folder may be removed and made again under the same name.
-        if record.info.setdefault("file", None) not in (None, _identity(file)):
-            raise DisconnectionError
-
-    event.listen(engine.pool, "checkin", note)
-    event.listen(engine.pool, "checkout", compare)
 
 
 def _share_compiled_statements(engine: Engine) -> None:
@@ -132,14 +110,6 @@ def _connected_engine() -> Engine:
     engine = create_engine("sqlite://")
     with engine.connect():
         return engine
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def do_not_wait_for_the_disk() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import dagster as dg
-from sqlalchemy import create_engine, event
+from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from branchlake_dagster.runs.branch_owner import load_instance_id
 from branchlake_dagster_tests.dagster_internals import SqliteEventLogStorage
-from branchlake_dagster_tests.suite.instances import keep_connections, new_instance
+from branchlake_dagster_tests.suite.instances import new_instance
 
 
 @dg.asset
@@ -93,20 +93,3 @@ def test_its_runs_start_no_process() -> None:
     with new_instance() as instance, patch.object(subprocess, "Popen") as started:
         assert dg.materialize([one], instance=instance).success
     started.assert_not_called()
-
-
-def test_a_connection_is_used_again_unless_the_file_is_another(tmp_path: Path) -> None:
-    file = tmp_path / "database"
-    engine = create_engine(f"sqlite:///{file}", poolclass=NullPool)
-    keep_connections(engine)
-    opened = []
-    event.listen(engine.pool, "connect", lambda connection, _: opened.append(connection))
-    for _ in range(3):
-        with engine.begin() as connection:
-            connection.exec_driver_sql("create table if not exists t (n int)")
-        engine.dispose()
-    assert len(opened) == 1
-    file.unlink()
-    with engine.begin() as connection:
-        assert connection.exec_driver_sql("select * from sqlite_master").all() == []
-    assert len(opened) == 2

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
@@ -68,6 +69,7 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
         try:
             lake.endpoints()
             ensure_main_has_commit(lake.nessie)
+            keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 stage = _Stage(lake, bench, instance, bench.state_dir.parent / "gp")
                 stage.round(0, _WARM_UP_ROWS)

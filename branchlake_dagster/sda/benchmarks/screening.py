@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_collection
@@ -67,6 +68,7 @@ def measure(
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
+            keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 runs = PublishedRuns(lake, instance, build_definitions(bench))
                 return _measured(_Stack(runs, hours), snapshots, hours, say)
@@ -96,6 +98,7 @@ def measure_full_screening(
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
+            keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 runs = PublishedRuns(lake, instance, build_definitions(bench))
                 stack = _Stack(runs, hours)

@@ -16,6 +16,7 @@ from rich.table import Table
 from branchlake_dagster.bench.launched_run import BenchFailed
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
@@ -167,6 +168,7 @@ def measure_throughput(
             folder = bench.state_dir / "gp"
             folder.mkdir()
             snapshot = simulate_snapshot(folder, _OBJECTS)
+            keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 runs = PublishedRuns(lake, instance, build_definitions(bench))
                 instance.add_dynamic_partitions(gp_snapshots.name or "", [snapshot])

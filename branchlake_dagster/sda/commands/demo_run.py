@@ -17,6 +17,7 @@ from rich.console import Console
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.cli.server_starts import BackgroundServerStart
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
@@ -122,6 +123,7 @@ def run_demo(
     rounds = plan_for(snapshots)
     count = sum(map(len, rounds))
     result = DemoResult(dagster_home=str(home))
+    keep_sqlite_connections()
     with dg.DagsterInstance.get() as instance:
         graph = definitions.get_repository_def().asset_graph
         reconciler = Reconciler.from_lake(lake, instance, graph)

@@ -26,7 +26,7 @@ from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.live import LiveIngestion
 from branchlake_dagster.ingest.record_frames import KafkaRecords
-from branchlake_dagster.internals.dagster_launching import STORAGES
+from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
