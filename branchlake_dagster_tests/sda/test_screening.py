@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from branchlake_dagster.sda.conjunctions import screening
 from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, States, closest
 from branchlake_dagster.sda.conjunctions.rescreening import Earlier, EarlierRows, Plan, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Kind, Span, screen, screen_pairs
@@ -295,6 +296,27 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
     expected = screen(now, span, threshold_km=threshold)
     for parts in (1, 5):
         assert_same(with_kept(planned, known, elements, now, parts=parts), expected)
+
+
+def test_an_approach_that_rounds_to_the_end_of_its_minute_stays_in_it(elements, monkeypatch):
+    def closest_at_end(begin, end):
+        return closest(begin, end)._replace(fraction=np.full(len(begin[0].position), 1 - 1e-10))
+
+    monkeypatch.setattr(screening, "closest", closest_at_end)
+    before = minutes(20)
+    known = screen(elements, before, threshold_km=25.0)
+    passing = np.flatnonzero([kind is Kind.ENCOUNTER for kind in known.kinds])
+    owners = known.tca_micros[passing] // MINUTE * MINUTE
+    assert len(passing) > 5
+    for minute in np.unique(owners):
+        found = screen(elements, minutes(1, int(minute)), threshold_km=25.0)
+        assert found.kinds.count(Kind.ENCOUNTER) == np.count_nonzero(owners == minute)
+    start = int(owners[len(owners) // 2])
+    span = Span.whole(start, before.end)
+    known_list = Earlier(before.start, before.end, 25.0)
+    planned = plan(elements, span, 25.0, earlier=known_list, changed=elements.sat_no[:0], parts=2)
+    expected = screen(elements, span, threshold_km=25.0)
+    assert_same(with_kept(planned, known, elements, elements), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ and the two instants: not on the division of the time among workers, nor on the 
 A minute in which a pair comes within the threshold gives at most one of three results:
 
 - `encounter`: The distance has a minimum within the minute. It belongs to the minute in which the derivative
-  of the squared distance changes from negative to not negative.
+  of the squared distance changes from negative to not negative. Its rounded time is in the same minute, so
+  the time divided by `MINUTE` as integers gives the minute.
 - `edge`: The minute is the first or last of the whole span, and the pair is closest at that end of the span.
 - `together`: The pair is within the threshold at both ends of the minute. Docked vehicles, formations and
   neighbors in a geostationary slot stay so for hours. All such minutes of a pair become one row with the
@@ -24,7 +25,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, Approach, States, closest, rate
+from branchlake_dagster.sda.conjunctions.closest import Approach, States, closest, rate
 from branchlake_dagster.sda.conjunctions.search import Candidates, search
 from branchlake_dagster.sda.conjunctions.sieve import Rows
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, julian_dates
@@ -272,25 +273,27 @@ def _classify_minutes(
     other = [States(b.position - a.position, b.velocity - a.velocity) for a, b in (begin, end)]
     relative = _select_states(inside, at_end, nearest.relative, other[0], other[1])
     fraction = np.where(inside, nearest.fraction, at_end.astype(float))
-    tca = minutes + np.round(fraction * MINUTE_S * 1e6).astype(np.int64)
+    # A minimum just before the end of its minute would round to the next one, which does not have it.
+    micros = np.round(fraction * MINUTE).astype(np.int64)
+    tca = minutes + np.where(inside, np.minimum(micros, MINUTE - 1), micros)
     close = np.linalg.norm(relative.position, axis=1) <= threshold_km
     together = near[0] & near[1]
     edge = ~inside & ((minutes == span.first) & ~at_end | (minutes + MINUTE == span.last) & at_end)
     kind = np.select(
         [together, inside, edge], [_CODES.index(k) for k in (Kind.TOGETHER, Kind.ENCOUNTER, Kind.EDGE)], -1
     )
-    told = np.flatnonzero(close & (kind >= 0))
+    reported_rows = np.flatnonzero(close & (kind >= 0))
     axes = _axes(Approach(fraction, relative, own))
     return Encounters.of(
         [
             Encounters(
-                pairs[told, 0],
-                pairs[told, 1],
-                kind[told],
-                tca[told],
-                together[told].astype(np.int64),
-                np.einsum("aki,ki->ka", axes[:, told], relative.position[told]),
-                np.einsum("aki,ki->ka", axes[:, told], relative.velocity[told]),
+                pairs[reported_rows, 0],
+                pairs[reported_rows, 1],
+                kind[reported_rows],
+                tca[reported_rows],
+                together[reported_rows].astype(np.int64),
+                np.einsum("aki,ki->ka", axes[:, reported_rows], relative.position[reported_rows]),
+                np.einsum("aki,ki->ka", axes[:, reported_rows], relative.velocity[reported_rows]),
             )
         ]
     )
