@@ -79,6 +79,11 @@ class SimulatedBytes:
         """The partition keys of the hours, in their order."""
         return [(self.start + timedelta(hours=hour)).strftime(windows.fmt) for hour in range(self.hours)]
 
+    @property
+    def next_partition(self) -> str:
+        """The partition key of the hour after them. Its risks depend on the tracks of the last one."""
+        return (self.start + timedelta(hours=self.hours)).strftime(windows.fmt)
+
 
 def crossing_objects(start: datetime, *, pairs: int, seed: int) -> pl.DataFrame:
     """Simulate element sets of pairs whose orbits cross at their nodes, where both arrive together."""
@@ -215,8 +220,13 @@ class Pipeline:
                     if p.lake.catalog().table_exists(tuple(OBSERVATIONS.path)):
                         settle(p, *BY_HOUR, partition_key=hour, ops=LARGE_OBJECTS)
                 if steps >= 3:
-                    settle(p, CONJUNCTION_ALERTS, ops=EVERY_RISK)
+                    self.finish(p, simulated)
         return self.read()
+
+    def finish(self, p: Project, simulated: SimulatedBytes) -> None:
+        """Compute the risks of the hour after the simulated ones, then the alerts."""
+        settle(p, CONJUNCTION_RISKS, partition_key=simulated.next_partition, ops=LARGE_OBJECTS)
+        settle(p, CONJUNCTION_ALERTS, ops=EVERY_RISK)
 
     def read(self) -> Tables:
         """Read the tables, without the columns that depend on the order of arrival."""

@@ -144,6 +144,8 @@ class Trial:
 
     def is_undisturbed(self) -> None:
         """All tables and the alerts that hold are those of an undisturbed chain, and nothing is left."""
+        with self.pipeline.project() as p:
+            self.pipeline.finish(p, self.simulated)
         differences = self.expected.differences(self.pipeline.read())
         assert not differences, "\n".join([f"seed {SEED}", *differences])
         is_consistent(self.pipeline.log(), self.lake)

@@ -1,5 +1,7 @@
 """Conjunction risks: element sets as in the list of conjunctions, tracks by their own state and covariance."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from branchlake_dagster.sda.benchmarks.whole_history_model import build_error_model
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
+from branchlake_dagster.sda.conjunctions.hours import OVERLAP, HourOwnership
 from branchlake_dagster.sda.conjunctions.risks import (
     RISK_SCHEMA,
     TRACK_ELEMENT_SCHEMA,
@@ -169,7 +172,7 @@ def test_the_covariance_of_a_track_is_that_of_states_that_were_drawn_from_it(ele
 
 def test_the_same_input_in_other_batches_gives_the_same_risks(elements, errors, approaches):
     states = states_of(elements, errors)
-    assess = assess_batches(states, BEGIN)
+    assess = assess_batches(states, BEGIN, lambda risks: risks)
     whole = pa.Table.from_batches(assess(approaches.to_batches()), schema=RISK_SCHEMA)
     parts = pa.Table.from_batches(assess(approaches.to_batches(max_chunksize=7)), schema=RISK_SCHEMA)
     assert parts.equals(whole)
@@ -227,3 +230,96 @@ def test_a_pass_that_the_end_of_the_hour_cuts_is_no_encounter(errors):
     table = pa.Table.from_batches([as_batch(found, pair)])
     (risk,) = assess_table(table, states_of(pair, errors), BEGIN).to_pylist()
     assert risk["kind"] == Kind.TOGETHER
+
+
+NINE, TEN, ELEVEN = (BEGIN + hour * 60 * MINUTE for hour in (-3, -2, -1))
+MILLISECOND = 1_000
+
+
+def risk_rows(times: Mapping[int, int], kind: Kind = Kind.ENCOUNTER) -> pa.Table:
+    """Risks of the pairs (n, n + 1) at the times of closest approach by n, rounded as `assess_table` does."""
+    rounded = [(time + MILLISECOND // 2) // MILLISECOND * MILLISECOND for time in times.values()]
+    return pa.table(
+        {
+            "sat1_object_designator": pa.array(list(times), pa.int64()),
+            "sat2_object_designator": pa.array([number + 1 for number in times], pa.int64()),
+            "kind": pa.array([kind.value] * len(times), pa.string()),
+            "tca": pa.array(rounded, pa.timestamp("us", "UTC")),
+        }
+    )
+
+
+def own_rows(ownership: HourOwnership, times: Mapping[int, int]) -> pa.Table:
+    """The rows that an hour owns among approaches that its states put to these times."""
+    in_hour = {number: time for number, time in times.items() if ownership.start <= time < ownership.end}
+    first = ownership.overlap_task.span.start
+    in_overlap = {number: time for number, time in times.items() if first <= time < ownership.start}
+    return pa.concat_tables(
+        [
+            ownership.select_in_hour(risk_rows(in_hour)),
+            ownership.select_in_overlap(risk_rows(in_overlap)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("largest", [2 * MILLISECOND, 40 * 1_000_000])
+def test_one_of_two_hours_owns_an_approach_about_which_they_disagree(largest):
+    seed = 7
+    print(f"seed {seed}")  # noqa: T201 - shown if the test fails
+    chance = np.random.default_rng(seed)
+    true_times = TEN + chance.integers(-largest // 2, largest // 2, 400)
+    by_nine, by_ten = (
+        dict(enumerate((true_times + chance.integers(-largest // 4, largest // 4, 400)).tolist(), 1))
+        for _ in range(2)
+    )
+    nine = own_rows(HourOwnership.build(NINE, TEN, None), by_nine)
+    ten = own_rows(HourOwnership.build(TEN, ELEVEN, nine), by_ten)
+    owned = (
+        nine.column("sat1_object_designator").to_pylist() + ten.column("sat1_object_designator").to_pylist()
+    )
+    assert sorted(owned) == sorted(by_nine)
+    assert 0 < nine.num_rows < len(owned)
+    assert pl.DataFrame(nine)["tca"].dt.epoch("us").max() < TEN
+    disagreed = [number for number in by_nine if (by_nine[number] < TEN) != (by_ten[number] < TEN)]
+    assert len(disagreed) > 20
+
+
+def test_the_earlier_hour_takes_only_the_same_approach_of_the_same_pair():
+    nine = risk_rows({1: TEN - 100_000, 2: TEN - OVERLAP, 3: TEN - 100_000})
+    ownership = HourOwnership.build(TEN, ELEVEN, nine)
+    times = {1: TEN + 100_000, 2: TEN + 100_000, 4: TEN + 100_000, 5: TEN + 40 * MINUTE}
+    assert own_rows(ownership, times).column("sat1_object_designator").to_pylist() == [2, 4, 5]
+
+
+def test_minutes_together_belong_to_the_hour_that_counts_them():
+    together = {1: TEN - MINUTE, 2: TEN}
+    ownership = HourOwnership.build(TEN, ELEVEN, risk_rows(together, Kind.TOGETHER))
+    assert ownership.select_in_hour(risk_rows({2: TEN, 3: ELEVEN}, Kind.TOGETHER)).num_rows == 2
+    assert ownership.select_in_overlap(risk_rows({1: TEN - MINUTE, 2: TEN}, Kind.TOGETHER)).num_rows == 0
+
+
+@pytest.mark.parametrize(("earlier_s", "later_s"), [(0.3, -0.3), (-0.3, 0.3), (0.3, 0.3), (-0.3, -0.3)])
+def test_states_that_disagree_about_the_hour_give_one_risk(elements, approaches, earlier_s, later_s):
+    nearest = pl.DataFrame(approaches).filter(pl.col("kind") == Kind.ENCOUNTER.value).row(0, named=True)
+    rows = np.searchsorted(elements.sat_no, [nearest[f"sat{k}_object_designator"] for k in (1, 2)])
+    pair = elements.take(rows)
+    tca = int(nearest["tca"].timestamp() * 1e6)
+
+    def risks_by(offset_s: float, hour: HourOwnership, parts: Sequence[str]) -> pa.Table:
+        # SGP4 of low orbits depends on the time since the epoch only, so the approach moves with the epoch.
+        moved = replace(pair, epoch_micros=pair.epoch_micros + TEN - tca + round(offset_s * 1e6))
+        tables = []
+        for part in parts:
+            span = Span.whole(hour.start, hour.end) if part == "hour" else hour.overlap_task.span
+            batch = as_batch(screen(moved, span, threshold_km=60.0), moved)
+            table = assess_table(pa.Table.from_batches([batch]), states_of(moved, None), hour.start)
+            tables.append((hour.select_in_hour if part == "hour" else hour.select_in_overlap)(table))
+        return pa.concat_tables(tables)
+
+    nine = risks_by(earlier_s, HourOwnership.build(NINE, TEN, None), ["hour"])
+    ten = risks_by(later_s, HourOwnership.build(TEN, ELEVEN, nine), ["hour", "overlap"])
+    found = pl.concat(
+        [pl.DataFrame(one).with_columns(hour=pl.lit(name)) for name, one in (("nine", nine), ("ten", ten))]
+    )
+    near = found.filter((pl.col("tca").dt.epoch("us") - TEN).abs() < MINUTE)
+    assert near["hour"].to_list() == ["nine" if earlier_s < 0 else "ten"]

@@ -5,12 +5,16 @@ preferred, and otherwise from its element set.
 """
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from datetime import timedelta
+
 import dagster as dg
 import numpy as np
 import polars as pl
 import pyarrow as pa
 from pydantic import Field
-from pyspark.sql import DataFrame
+from pyiceberg.catalog import Catalog
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import LakehouseResource, column_metadata, consumes, range_, table_metadata
@@ -21,6 +25,7 @@ from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches
+from branchlake_dagster.sda.conjunctions.hours import EARLIER_COLUMNS, HourOwnership
 from branchlake_dagster.sda.conjunctions.risks import (
     RISK_SCHEMA,
     TRACK_ELEMENT_SCHEMA,
@@ -43,6 +48,7 @@ GROUP = "conjunctions"
 CONJUNCTION_RISKS = dg.AssetKey(["sda", "conjunction_risks"])
 RISK_THRESHOLD_KM = 5.0
 _DAY_MICROS = 86_400e6
+_HOUR = timedelta(hours=1)
 
 
 class RiskConfig(dg.Config):
@@ -75,7 +81,10 @@ class RiskConfig(dg.Config):
     deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
     metadata=table_metadata(partition_by="window_start", require_checks=True)
     | consumes(
-        {FUSED_TRACKS: range_(optional=True), QUARANTINED_OBJECTS: range_(optional=True)}, on="window_start"
+        {FUSED_TRACKS: range_(optional=True), QUARANTINED_OBJECTS: range_(optional=True)},
+        on="window_start",
+        # An hour leaves out the approaches that the hour before has.
+        widen=(_HOUR, timedelta()),
     )
     | column_metadata(ConjunctionRisk),
 )
@@ -91,10 +100,13 @@ def conjunction_risks(
     """List pairs of objects that come close in the hour, with the probability of a collision.
 
     Positions come from preferred tracks, and otherwise from element sets. The whole hour is computed again
-    when its tracks change. All numbers are rounded, so that the same observations, catalog and error model
-    give the same rows.
+    when its tracks or those of the hour before change. All numbers are rounded, so that the same
+    observations, catalog and error model give the same rows.
     """
     start, end = window_of(context)
+    fused_tracks, quarantined_objects = (
+        rows_of_hour(one, start) for one in (fused_tracks, quarantined_objects)
+    )
     objects = tracked_elements(catalogue, quarantined_objects)
     elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
     track_elements = elements_of_tracks(fused_tracks, objects)
@@ -104,10 +116,9 @@ def conjunction_risks(
     age_days = np.abs((start + end) // 2 - states.elements.epoch_micros) / _DAY_MICROS
     used = np.flatnonzero((age_days <= config.max_element_age_days) | (states.track_row >= 0))
     screened = states.elements.take(used)
+    session, screening = catalogue.sparkSession, Screening.of_all(screened, config.threshold_km)
     tasks = in_parts(Span.whole(start, end), Pairs.ALL, config.tasks)
-    approaches = close_approaches(
-        catalogue.sparkSession, Screening.of_all(screened, config.threshold_km), tasks
-    )
+    ownership = HourOwnership.build(start, end, load_earlier_risks(session, tables, start))
     context.add_output_metadata(
         {
             "screened_objects": len(used),
@@ -115,8 +126,39 @@ def conjunction_risks(
             "objects_from_tracks": int((states.track_row >= 0).sum()),
         }
     )
-    assess = carried(assess_batches(states, start))
-    return approaches.mapInArrow(assess, from_arrow_schema(RISK_SCHEMA))
+    in_hour, in_overlap = (
+        close_approaches(session, screening, some).mapInArrow(
+            carried(assess_batches(states, start, select_own)), from_arrow_schema(RISK_SCHEMA)
+        )
+        for some, select_own in (
+            (tasks, ownership.select_in_hour),
+            ([ownership.overlap_task], ownership.select_in_overlap),
+        )
+    )
+    return in_hour.unionByName(in_overlap)
+
+
+def rows_of_hour(windowed: DataFrame, start: int) -> DataFrame:
+    """Return the rows of one window. A frame without columns, of a table that does not exist, stays as it is.
+
+    `start` is the start of the window, UTC microseconds since 1970.
+    """
+    if not windowed.columns:
+        return windowed
+    return windowed.where(F.col("window_start") == F.timestamp_micros(F.lit(start)))
+
+
+def load_earlier_risks(session: SparkSession, tables: Catalog, start: int) -> pa.Table | None:
+    """Load the risks of the hour before `start`: `EARLIER_COLUMNS`. None if the table does not exist.
+
+    `start` is in UTC microseconds since 1970. The run's branch has them as they were published on `main` when
+    the run began.
+    """
+    if not tables.table_exists(tuple(CONJUNCTION_RISKS.path)):
+        return None
+    risks = session.table(".".join(("nessie", *CONJUNCTION_RISKS.path)))
+    hour_before = start - _HOUR // timedelta(microseconds=1)
+    return rows_of_hour(risks, hour_before).select(*EARLIER_COLUMNS).toArrow()
 
 
 def tracked_elements(catalogue: DataFrame, quarantined_objects: DataFrame) -> DataFrame:

@@ -226,19 +226,24 @@ def unpack_covariances(table: pa.Table) -> Floats:
 
 
 def assess_batches(
-    states: ObjectStates, window_start: int
+    states: ObjectStates, window_start: int, select_own: Callable[[pa.Table], pa.Table]
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Build a function from batches of close approaches (`ENCOUNTER_SCHEMA`) to batches of `RISK_SCHEMA`.
 
     Rows of the kind `edge` are left out, because the distance has no minimum there: the pair is closest at
-    the beginning or the end of the hour. ``window_start`` is the beginning of the hour, UTC microseconds
-    since 1970.
+    the beginning or the end of the hour.
+
+    Args:
+        states: The states of the objects over the hour.
+        window_start: The beginning of the hour, UTC microseconds since 1970.
+        select_own: Selects the rows that belong to the hour: a method of `HourOwnership`.
     """
 
     def assess(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             if batch.num_rows:
-                yield from assess_table(pa.Table.from_batches([batch]), states, window_start).to_batches()
+                risks = assess_table(pa.Table.from_batches([batch]), states, window_start)
+                yield from select_own(risks).to_batches()
 
     return assess
 
