@@ -307,6 +307,18 @@ class LakehouseResource(LakeConfig):
             properties[f"{COMMIT_PROPERTY}{LakeProperty.CODE_OF_STEP}"] = step
         return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)
 
+    def base_catalog(self) -> NessieCatalog:
+        """Return PyIceberg's read-only catalog at the commit from which the run's branch started.
+
+        A repeated step finds its table there as it was before its first attempt. Outside a run, and in a run
+        without a branch, the tables are those of `catalog()`.
+        """
+        ref = self.open_branch()
+        location = self._run_branch.open() if self._run_branch is not None else None
+        if location is not None and location.base_hash and not location.unbranched:
+            ref = f"{location.branch}@{location.base_hash}"
+        return self.lakehouse.catalog(ref, on_load=self._reads.report_load if self._reads else None)
+
     def own_catalog(self) -> NessieCatalog:
         """Return the catalog for the IO manager, which reports its reads itself (`provenance.report_read`).
 

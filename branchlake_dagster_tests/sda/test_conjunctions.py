@@ -16,12 +16,13 @@ from click.testing import CliRunner, Result
 
 from branchlake_dagster import branchlake_definitions, publish, table_metadata
 from branchlake_dagster.cli import main
+from branchlake_dagster.incremental import outputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.conjunctions import (
     CONJUNCTIONS,
     conjunctions,
-    earlier_list,
+    list_limits,
     newest_collection,
 )
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
@@ -29,7 +30,7 @@ from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, merge_together
 from branchlake_dagster.sda.conjunctions.identity import identified
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier
+from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits
 from branchlake_dagster.sda.conjunctions.screening import MINUTE
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.graph.quality import fusion_checks
@@ -181,7 +182,7 @@ def test_it_begins_at_the_newest_snapshot():
 
 
 def test_an_empty_list_has_no_time():
-    assert earlier_list(pl.DataFrame(schema={"kind": pl.String}), 14.0) is None
+    assert list_limits(pl.DataFrame(schema={"kind": pl.String}), 14.0) is None
 
 
 def test_a_list_with_another_limit_of_age_left_out_other_objects():
@@ -189,9 +190,9 @@ def test_a_list_with_another_limit_of_age_left_out_other_objects():
         {"screened_from": [NOON], "screened_until": [NOON + timedelta(hours=1)], "threshold_km": [5.0]}
     ).with_columns(max_element_age_days=pl.lit(14.0))
     begin = int(NOON.timestamp()) * 1_000_000
-    assert earlier_list(found, 14.0) == Earlier(begin, begin + 60 * MINUTE, 5.0)
-    assert earlier_list(found, 30.0) is None
-    assert earlier_list(found.drop("max_element_age_days"), 14.0) is None
+    assert list_limits(found, 14.0) == EarlierLimits(begin, begin + 60 * MINUTE, 5.0)
+    assert list_limits(found, 30.0) is None
+    assert list_limits(found.drop("max_element_age_days"), 14.0) is None
 
 
 # -- on the stack --------------------------------------------------------------------------------------
@@ -294,8 +295,24 @@ def listed(lakehouse: Lakehouse) -> pl.DataFrame:
     return table_of(lakehouse, CONJUNCTIONS).sort("event_id")
 
 
+def retry_after_write(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the next step that consumes changes fail once, after its rows are written. Returns its attempts."""
+    attempts: list[int] = []
+    record = outputs.record_consumption
+
+    def fail_once(*arguments: Any) -> Any:
+        table = record(*arguments)
+        attempts.append(len(attempts) + 1)
+        if len(attempts) == 1:
+            raise dg.RetryRequested(max_retries=1)
+        return table
+
+    monkeypatch.setattr(outputs, "record_consumption", fail_once)
+    return attempts
+
+
 @pytest.mark.spark
-def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folder, tmp_path):
+def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folder, tmp_path, monkeypatch):
     given["catalogue"] = elements_at("sim-20260808T1200Z", [])
     run(CATALOGUE)
     assert "no earlier list" in why(run(CONJUNCTIONS, run_config=NEAR))
@@ -319,9 +336,16 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folde
     changed = elements_at("sim-20260808T1300Z", numbers[:2]).filter(pl.col("sat_no").is_in(numbers[:2]))
     given["catalogue"] = changed
     run(CATALOGUE)
+    attempts = retry_after_write(monkeypatch)
     assert why(run(CONJUNCTIONS, run_config=NEAR)) == "pairs of 2 changed objects"
+    assert attempts == [1, 2]
+    monkeypatch.undo()
     kept_up = listed(lakehouse)
     later = NOON + timedelta(hours=1)
+    # The repeated step compares with the published list, and not with that of its first attempt.
+    new = kept_up.filter(pl.col("first_reported") == later)
+    assert new.height > 0
+    assert new["previous_miss_distance_km"].null_count() == new.height
     assert kept_up["screened_from"].unique().to_list() == [later]
     again = kept_up.filter(pl.col("first_reported") == NOON)
     assert again.height > 5

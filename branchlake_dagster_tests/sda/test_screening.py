@@ -9,7 +9,7 @@ import pytest
 
 from branchlake_dagster.sda.conjunctions import screening
 from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, States, closest
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier, EarlierRows, Plan, plan
+from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits, EarlierRows, Plan, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Kind, Span, screen, screen_pairs
 from branchlake_dagster.sda.conjunctions.sieve import near_pairs
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
@@ -288,7 +288,7 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
         now,
         span,
         threshold,
-        earlier=Earlier(before.start, before.end, threshold),
+        earlier=EarlierLimits(before.start, before.end, threshold),
         changed=elements.sat_no[moved],
         parts=3,
     )
@@ -313,7 +313,7 @@ def test_an_approach_that_rounds_to_the_end_of_its_minute_stays_in_it(elements, 
         assert found.kinds.count(Kind.ENCOUNTER) == np.count_nonzero(owners == minute)
     start = int(owners[len(owners) // 2])
     span = Span.whole(start, before.end)
-    known_list = Earlier(before.start, before.end, 25.0)
+    known_list = EarlierLimits(before.start, before.end, 25.0)
     planned = plan(elements, span, 25.0, earlier=known_list, changed=elements.sat_no[:0], parts=2)
     expected = screen(elements, span, threshold_km=25.0)
     assert_same(with_kept(planned, known, elements, elements), expected)
@@ -330,7 +330,7 @@ def test_an_approach_that_rounds_to_the_end_of_its_minute_stays_in_it(elements, 
     ],
 )
 def test_a_list_that_is_of_no_use_is_made_anew(elements, case, why):
-    known = Earlier(START, START + HOUR, 7.0 if case == "threshold" else 5.0)
+    known = EarlierLimits(START, START + HOUR, 7.0 if case == "threshold" else 5.0)
     span = minutes(10, START + {"before": -HOUR, "after": HOUR}.get(case, 0))
     changed = elements.sat_no if case == "many" else elements.sat_no[:3]
     planned = plan(elements, span, 5.0, earlier=None if case == "none" else known, changed=changed, parts=2)
@@ -374,7 +374,7 @@ def test_real_neighbors_are_reported_as_together_and_a_real_change_as_all():
         second,
         later,
         5.0,
-        earlier=Earlier(span.start, span.end, 5.0),
+        earlier=EarlierLimits(span.start, span.end, 5.0),
         changed=np.array(changed, np.int64),
         parts=2,
     )

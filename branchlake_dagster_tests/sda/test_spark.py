@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, list_conjunctions
 from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Rescreening, plan
+from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits, Rescreening, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
@@ -305,7 +305,7 @@ def test_the_list_over_spark_continues_the_earlier_one_as_the_function_does(
         now,
         span,
         50.0,
-        earlier=Earlier(first.start, first.end, 50.0),
+        earlier=EarlierLimits(first.start, first.end, 50.0),
         changed=before.sat_no[:changed],
         parts=3,
     )

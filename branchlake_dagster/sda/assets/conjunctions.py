@@ -33,7 +33,7 @@ from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OWNERS
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR
 from branchlake_dagster.sda.conjunctions.distributed import list_conjunctions
 from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, ListBuilder
-from branchlake_dagster.sda.conjunctions.rescreening import Earlier, plan
+from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Kind, Span
 from branchlake_dagster.sda.contracts import Conjunction
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
@@ -108,7 +108,8 @@ def conjunctions(
     current = Elements.from_arrow(catalogue.sort_by("sat_no"))
     fresh = np.abs(start - current.epoch_micros) <= config.max_element_age_days * _DAY_MICROS
     elements = current.take(np.flatnonzero(fresh))
-    earlier = read_earlier_list(spark.spark_session, tables)
+    # On the run's branch the table may have the list of an earlier attempt of this step.
+    earlier = read_earlier_list(spark.spark_session, lakehouse.base_catalog())
     if earlier is not None and not earlier.is_own:
         context.log.warning("Another writer has changed the list's rows, so all pairs are screened again.")
     planned = plan(
@@ -166,17 +167,18 @@ class EarlierList:
     is_own: bool
     is_complete: bool
 
-    def select_usable(self, max_element_age_days: float) -> Earlier | None:
+    def select_usable(self, max_element_age_days: float) -> EarlierLimits | None:
         """Return the list for the planning of a screening, or None if its rows cannot be kept."""
         if not self.is_own or not self.is_complete:
             return None
-        return earlier_list(self.header, max_element_age_days)
+        return list_limits(self.header, max_element_age_days)
 
 
 def read_earlier_list(session: SparkSession, tables: Catalog) -> EarlierList | None:
-    """Open the list of the last run on the run's branch. None if it does not exist or cannot be continued.
+    """Open the list of the last run. None if it does not exist or cannot be continued.
 
-    Events of a table without ids cannot be continued.
+    Events of a table without ids cannot be continued. `session` reads at the run's branch, and `tables` is
+    the catalog at the commit from which the branch started.
     """
     try:
         table = tables.load_table(tuple(CONJUNCTIONS.path))
@@ -316,7 +318,7 @@ def newest_collection(catalogue: pa.Table) -> int:
     return int(max(known_times, default=REFERENCE_EPOCH).timestamp()) // 60 * MINUTE
 
 
-def earlier_list(found: pl.DataFrame, max_element_age_days: float) -> Earlier | None:
+def list_limits(found: pl.DataFrame, max_element_age_days: float) -> EarlierLimits | None:
     """Return the earlier list for the planning of a screening, or None if its rows cannot be kept.
 
     Rows cannot be kept if the table is empty, or if it was made with another `max_element_age_days`: it then
@@ -332,4 +334,6 @@ def earlier_list(found: pl.DataFrame, max_element_age_days: float) -> Earlier | 
     if first.get("max_element_age_days") != max_element_age_days:
         return None
     at = found.select(pl.col("screened_from", "screened_until").dt.epoch("us"))
-    return Earlier(int(at["screened_from"][0]), int(at["screened_until"][0]), float(first["threshold_km"]))
+    return EarlierLimits(
+        int(at["screened_from"][0]), int(at["screened_until"][0]), float(first["threshold_km"])
+    )

@@ -43,7 +43,7 @@ _AT_AN_EDGE = MINUTE + 1_000
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierLimits:
     """The time and the threshold of an earlier list of close approaches.
 
     `start` and `end` limit its time (UTC microseconds), and `threshold_km` is its largest miss distance.
@@ -79,7 +79,7 @@ class Rescreening:
 
     elements: Elements
     is_changed: npt.NDArray[np.bool_]
-    earlier: Earlier
+    earlier: EarlierLimits
     span: Span
 
     def rescreen(self, rows: EarlierRows) -> tuple[npt.NDArray[np.int64], Encounters]:
@@ -148,7 +148,7 @@ def plan(
     span: Span,
     threshold_km: float,
     *,
-    earlier: Earlier | None,
+    earlier: EarlierLimits | None,
     changed: npt.NDArray[np.int64],
     parts: int,
 ) -> Plan:
@@ -186,7 +186,7 @@ def plan(
     return Plan(screening, tasks, of, Rescreening(elements, subjects, earlier, known))
 
 
-def _reason_unusable(earlier: Earlier | None, span: Span, threshold_km: float, share: float) -> str:
+def _reason_unusable(earlier: EarlierLimits | None, span: Span, threshold_km: float, share: float) -> str:
     """Return why an earlier list cannot be used, or an empty text if it can."""
     if earlier is None:
         return "there is no earlier list"
