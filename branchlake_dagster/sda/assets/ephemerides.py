@@ -5,13 +5,12 @@ files in a folder and compares them with the element sets of the catalog.
 """
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
-from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 from pydantic import Field
-from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource, column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
@@ -55,7 +54,7 @@ def ephemeris_conjunctions(
     config: EphemeridesConfig,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
-) -> Iterator[dg.Output[DataFrame]]:
+) -> dg.Output[pa.Table]:
     """List the catalog objects that come close to the ephemerides in a folder, within their usable times.
 
     A file without a usable segment fails the run. Other unusable records are logged and counted.
@@ -63,22 +62,23 @@ def ephemeris_conjunctions(
     table = lakehouse.catalog().load_table(tuple(CATALOGUE.path)).scan().to_arrow()
     catalogue = pl.DataFrame(of_tracked(table)).sort("sat_no")
     names = [name for name in (*Elements.COLUMNS, "object_name", "object_id") if name in catalogue.columns]
-    files = [(path.name, path.read_bytes()) for path in files_of(config.folder)]
     screening = FileScreening(
         catalogue.select(names), config.threshold_km, config.max_element_age_days, config.exclude
     )
-    with screen_files(spark.spark_session, files, screening, context.log.warning) as screened:
-        # One file, sorted: the table is read as a whole.
-        yield dg.Output(
-            screened.rows.repartition(1).sortWithinPartitions(
-                "ephemeris", "miss_distance_km", "tca", "sat2_object_designator"
-            ),
-            metadata={
-                "files": len(files),
-                "close_approaches": screened.approaches,
-                "records_not_used": screened.unusable_records,
-            },
-        )
+    files = ((path.name, path.read_bytes()) for path in files_of(config.folder))
+    screened = screen_files(spark.spark_session, files, screening, context.log.warning)
+    # Sorted, because the table is read as a whole.
+    order = [
+        (name, "ascending") for name in ("ephemeris", "miss_distance_km", "tca", "sat2_object_designator")
+    ]
+    return dg.Output(
+        screened.rows.sort_by(order),
+        metadata={
+            "files": screened.files,
+            "close_approaches": screened.rows.num_rows,
+            "records_not_used": screened.unusable_records,
+        },
+    )
 
 
 def files_of(folder: str) -> list[Path]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import polars as pl
 import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+import pyarrow.compute as pc
+from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.ephemerides.listing import screened_file
@@ -20,6 +20,11 @@ from branchlake_dagster.sda.shipping import carried
 _UTC = pa.timestamp("us", "UTC")
 _COMPRESSION_LEVEL = 1
 _MAX_BATCH_ROWS = 50_000
+_MAX_FILE_BATCH_BYTES = 64 * 1024 * 1024
+"""The compressed bytes of files that are sent together.
+
+Spark Connect's requests and the tasks that Spark sends to its workers have at most 128 MiB.
+"""
 _MAX_WARNINGS = 5
 """The number of unusable records of a file that are reported one by one."""
 
@@ -133,61 +138,78 @@ class FileScreening:
 
 @dataclass(frozen=True)
 class ScreenedFiles:
-    """Close approaches of ephemeris files as a Spark frame (`EPHEMERIS_CONJUNCTION_SCHEMA`), and counts."""
+    """Close approaches of ephemeris files (`EPHEMERIS_CONJUNCTION_SCHEMA`), and counts."""
 
-    rows: DataFrame
-    approaches: int
+    rows: pa.Table
+    files: int
     unusable_records: int
 
 
-@contextmanager
 def screen_files(
     session: SparkSession,
-    files: Sequence[tuple[str, bytes]],
+    files: Iterable[tuple[str, bytes]],
     screening: FileScreening,
     warn: Callable[[str], None],
-) -> Iterator[ScreenedFiles]:
-    """Screen files on Spark's workers, one task per file. The frame is valid until the context ends.
+    *,
+    max_batch_bytes: int = _MAX_FILE_BATCH_BYTES,
+) -> ScreenedFiles:
+    """Screen files on Spark's workers, one task per file, and return all rows.
+
+    The files are sent in batches, so this process holds a batch of files at a time, and Spark's messages
+    stay below their limit.
 
     Args:
         session: The session of the run.
-        files: The name and the content of each file.
+        files: The name and the content of each file. They are taken one after the other.
         screening: The catalog and the limits.
         warn: Called with a line for the first unusable records of each file, also if a file is unreadable.
+        max_batch_bytes: The compressed bytes of a batch. A larger file is a batch of its own.
 
     Raises:
         UnreadableMessage: A file cannot be read as an ephemeris, has no usable segment, or has states that
-            cannot be interpolated as it declares. If there are several such files, the first one is reported.
+            cannot be interpolated as it declares. If there are several such files, the first one by name is
+            reported.
     """
-    contents = [(name, zlib.compress(content, _COMPRESSION_LEVEL)) for name, content in files]
-    table = pa.Table.from_pylist(
-        [{"name": name, "content": content} for name, content in contents], EPHEMERIS_FILE_SCHEMA
+    function = carried(screening.screen_batches)
+    screened = [_SCREENED_SCHEMA.empty_table()]
+    for batch in _divide_files(files, max_batch_bytes):
+        frame = session.createDataFrame(batch).repartition(batch.num_rows)
+        rows = frame.mapInArrow(function, from_arrow_schema(_SCREENED_SCHEMA)).toArrow()
+        screened.append(rows.cast(_SCREENED_SCHEMA))  # Spark delivers times in the time zone of the session
+    table = pa.concat_tables(screened)
+    is_report = pc.is_valid(table.column("file"))
+    reports = table.filter(is_report).select(REPORT_SCHEMA.names).sort_by("file").to_pylist()
+    for report in reports:
+        for warning in report["warnings"]:
+            warn(warning)
+    for report in reports:
+        if report["error_message"] is not None:
+            raise UnreadableMessage(
+                report["error_message"],
+                hint=report["error_hint"],
+                reason=report["error_reason"],
+                subject=report["error_subject"],
+            )
+    return ScreenedFiles(
+        table.filter(pc.invert(is_report)).select(EPHEMERIS_CONJUNCTION_SCHEMA.names),
+        len(reports),
+        sum(report["unusable_records"] for report in reports),
     )
-    frame = session.createDataFrame(table).repartition(len(files))
-    screened = frame.mapInArrow(
-        carried(screening.screen_batches), from_arrow_schema(_SCREENED_SCHEMA)
-    ).persist()
-    try:
-        reports = screened.where("file IS NOT NULL").select(*REPORT_SCHEMA.names).toArrow().to_pylist()
-        reports.sort(key=lambda report: str(report["file"]))
-        for report in reports:
-            for warning in report["warnings"]:
-                warn(warning)
-        for report in reports:
-            if report["error_message"] is not None:
-                raise UnreadableMessage(
-                    report["error_message"],
-                    hint=report["error_hint"],
-                    reason=report["error_reason"],
-                    subject=report["error_subject"],
-                )
-        yield ScreenedFiles(
-            screened.where("file IS NULL").select(*EPHEMERIS_CONJUNCTION_SCHEMA.names),
-            sum(report["approaches"] for report in reports),
-            sum(report["unusable_records"] for report in reports),
-        )
-    finally:
-        screened.unpersist()
+
+
+def _divide_files(files: Iterable[tuple[str, bytes]], max_bytes: int) -> Iterator[pa.Table]:
+    """Compress files, and yield them in tables of `EPHEMERIS_FILE_SCHEMA` of about ``max_bytes`` at most."""
+    batch: list[dict[str, object]] = []
+    size = 0
+    for name, content in files:
+        compressed = zlib.compress(content, _COMPRESSION_LEVEL)
+        if batch and size + len(compressed) > max_bytes:
+            yield pa.Table.from_pylist(batch, EPHEMERIS_FILE_SCHEMA)
+            batch, size = [], 0
+        batch.append({"name": name, "content": compressed})
+        size += len(compressed)
+    if batch:
+        yield pa.Table.from_pylist(batch, EPHEMERIS_FILE_SCHEMA)
 
 
 def _to_batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
