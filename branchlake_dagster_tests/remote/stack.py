@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ _VARIABLE = re.compile(r"\$\{(\w+):\?\}")
 
 @dataclass
 class Stack:
-    """The running services. `environment` is the one that the compose file gives to Dagster's containers."""
+    """The running services. `environment` is the one that the compose file gives to Dagster's containers.
+
+    `start_worker` starts one more Spark worker with the work folder that it is given.
+    """
 
     environment: dict[str, str]
     records: dict[str, ProcessRecord]
     logs: Path
+    start_worker: Callable[[Path], None] = field(init=False)
 
 
 @dataclass
@@ -127,16 +131,24 @@ def running(programs: Path, folder: Path, state_dir: Path) -> Iterator[Stack]:
         )
         found = Stack(made.environment("code"), {}, folder / "logs")
 
-        def start(name: str, port: int, *, flags: tuple[str, ...] = (), **more: str) -> None:
-            command = made.command(name)
+        def start(
+            name: str, port: int, *, service: str = "", flags: tuple[str, ...] = (), **more: str
+        ) -> None:
+            command = made.command(service or name)
             log = found.logs / f"{name}.log"
-            environment = {**made.environment(name), **_spark(folder), **more}
+            environment = {**made.environment(service or name), **_spark(folder), **more}
             command += flags
             record = process.launch_server(name, command, log=log, environment=environment, port=port)
             found.records[name] = record
             stack.callback(process.stop_process, record)
             process.wait_until(lambda: is_listening(port), record, log=log, timeout_s=120)
 
+        def start_worker(work: Path) -> None:
+            port = choose_port(0, setting="tests")
+            flags = ("--host", LOOPBACK, "--port", str(port))
+            start(work.name, port, service="spark-worker", flags=flags, SPARK_WORKER_DIR=str(work))
+
+        found.start_worker = start_worker
         # Options given twice count the second time.
         start("nessie", ports["nessie"], QUARKUS_HTTP_PORT=str(ports["nessie"]))
         master = ("--host", LOOPBACK, "--port", str(ports["master"]), "--webui-port", "0")
