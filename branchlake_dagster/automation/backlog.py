@@ -26,15 +26,22 @@ from dagster import (
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeLost, ChangeSet, position_to_json
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, parse_declaration
+from branchlake_dagster.incremental.declaration import (
+    Consumer,
+    Identifier,
+    UpstreamTable,
+    parse_declaration,
+)
 from branchlake_dagster.incremental.pending import PartitionBatch
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.incremental.step_consumption import build_consumer
-from branchlake_dagster.internals.dagster import AssetGraph, AssetKeyPartitionKey
+from branchlake_dagster.internals.dagster import AssetGraph, AssetKeyPartitionKey, loaded_inputs
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, TableMissing
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class ConsumingAsset:
     consumer: Consumer
     per_run: int | None = 1
     """The number of partitions that one run can compute, by its backfill policy; None means any number."""
+    whole_inputs: Mapping[AssetKey, Identifier] = field(default_factory=dict)
+    """The tables that its runs read whole, without consuming their changes, by asset."""
 
 
 def iter_consumers(
@@ -63,7 +72,11 @@ def iter_consumers(
             spec = node.to_asset_spec()
             get_mapping = node.assets_def.get_partition_mapping
             consumer = build_consumer(spec, declaration, node.partitions_def, default_namespace, get_mapping)
-            yield ConsumingAsset(key, consumer, partitions_per_run(node.backfill_policy))
+            whole_inputs = {
+                input_key: table_identifier(input_key, default_namespace)
+                for input_key in loaded_inputs(graph, key) - consumer.inputs.keys()
+            }
+            yield ConsumingAsset(key, consumer, partitions_per_run(node.backfill_policy), whole_inputs)
 
 
 def partitions_per_run(policy: BackfillPolicy | None) -> int | None:
@@ -117,7 +130,8 @@ def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[Asset
 class ConsumerBacklog:
     """The unconsumed changes of one consumer on `main`. Each result is computed once and then stored.
 
-    `per_run` is the number of partitions that one run can compute; None means any number.
+    `per_run` is the number of partitions that one run can compute; None means any number. `whole_inputs` are
+    the tables that a run reads whole, by asset.
     """
 
     def __init__(
@@ -127,19 +141,26 @@ class ConsumerBacklog:
         *,
         instance: DagsterInstance | None = None,
         per_run: int | None = 1,
+        whole_inputs: Mapping[AssetKey, Identifier] | None = None,
     ) -> None:
+        self._lake = lake
         self._consumption = Consumption(lake, consumer, instance=instance)
         self._consumer = consumer
         self._per_run = per_run
+        self._whole_inputs = whole_inputs or {}
 
     @cached_property
     def unconsumed(self) -> Unconsumed:
         """The unconsumed change of the whole consumer.
 
-        If the change is unknown, `trouble` or `missing_input` has the reason; no error is raised.
+        If the change is unknown, `trouble` or `missing_input` has the reason; no error is raised. A table
+        that a run reads whole and that does not exist is a missing input: the run would fail.
         """
         try:
-            return self.require_unconsumed()
+            unconsumed = self.require_unconsumed()
+            if unconsumed.has_any:
+                self._require_whole_inputs()
+            return unconsumed
         except TableMissing as error:
             return Unconsumed(missing_input=str(error))
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
@@ -160,6 +181,13 @@ class ConsumerBacklog:
             )
         change = _count_changes(self._changes())
         return replace(change, new=self._consumer.tracks_partitions and not change.files)
+
+    def _require_whole_inputs(self) -> None:
+        """Raise TableMissing if a table that a run reads whole does not exist on `main`."""
+        catalog = self._lake.lakehouse.catalog(MAIN)
+        for key, identifier in self._whole_inputs.items():
+            if not catalog.table_exists(identifier):
+                raise TableMissing.of_asset(key.to_user_string(), format_table_name(identifier), MAIN)
 
     @cached_property
     def pending_partitions(self) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ def incremental_sensor(
     An asset without partitions gets one run. A partitioned asset gets one run for each partition that the
     change affects. With `from_start=True`, a partition is launched after the partition before it is
     published, or one run computes as many partitions as the asset's backfill policy allows. Partitions that
-    a run computes, or that wait for their verdict, are not launched again. Without `retries`, the sensor
+    a run computes, or that wait for their verdict, are not launched again. A consumer waits for the tables of
+    all inputs that the lake's IO manager loads for it. Without `retries`, the sensor
     launches one run for each state of the inputs, so a failed run waits for the next change or for a person.
     Each consumer's page shows what it has left: an observation at every change, with the first 20 partitions
     and why each of them is not launched.
@@ -230,7 +231,13 @@ class _SensorTick:
 
     def evaluate_consumer(self, asset: ConsumingAsset) -> None:
         """Plan the runs of one consumer. An error is logged and does not affect other consumers."""
-        backlog = ConsumerBacklog(self._lake, asset.consumer, instance=self._instance, per_run=asset.per_run)
+        backlog = ConsumerBacklog(
+            self._lake,
+            asset.consumer,
+            instance=self._instance,
+            per_run=asset.per_run,
+            whole_inputs=asset.whole_inputs,
+        )
         name = asset.key.to_user_string()
         try:
             unconsumed = self.unconsumed_by_asset[asset.key] = backlog.unconsumed
@@ -352,7 +359,13 @@ class _SensorTick:
             key.to_user_string() for key, unconsumed in self.unconsumed_by_asset.items() if unconsumed.has_any
         ]
         if not asset_names:
-            return f"{format_count(len(self.unconsumed_by_asset), 'consumer')} checked, nothing to consume"
+            problems = [
+                one.trouble or one.missing_input
+                for one in self.unconsumed_by_asset.values()
+                if one.trouble or one.missing_input
+            ]
+            checked_clause = f"{format_count(len(self.unconsumed_by_asset), 'consumer')} checked"
+            return f"{checked_clause}; {problems[0]}" if problems else f"{checked_clause}, nothing to consume"
         launched_clause = (
             f", {format_count(len(self.run_requests), 'run')} launched" if self.run_requests else ""
         )

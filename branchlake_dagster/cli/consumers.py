@@ -174,7 +174,11 @@ def gather_partitions(context: LocationContext, asset: str | None, now: datetime
         sensor = context.sensors.get(consumer.key)
         policy = sensor.policy if sensor is not None else LaunchPolicy()
         backlog = ConsumerBacklog(
-            context.lake, consumer.consumer, instance=context.instance, per_run=consumer.per_run
+            context.lake,
+            consumer.consumer,
+            instance=context.instance,
+            per_run=consumer.per_run,
+            whole_inputs=consumer.whole_inputs,
         )
         missing_state = explain_missing_ticks(
             sensor, load_sensor_ticks(context.instance, sensor.name) if sensor else None

@@ -148,13 +148,7 @@ class Consumption:
         if table is None and not required:
             return None
         if table is None:
-            branch = self._lake.open_branch()
-            raise TableMissing(
-                f"Asset {key.to_user_string()} has no table on branch {branch}.",
-                table=name,
-                branch=branch,
-                hint="Materialize and publish it first, or include it in this run's selection.",
-            )
+            raise TableMissing.of_asset(key.to_user_string(), name, self._lake.open_branch())
         require_columns(self.consumer, key, table)
         main_table = _load_table_or_none(self._main_catalog, identifier)
         return UpstreamTable(key, name, pattern, table, position_on_branch(table, main_table))

@@ -120,6 +120,7 @@ __all__ = [
     "load_planned_assets",
     "load_sensor_ticks",
     "load_tagged_backfills",
+    "loaded_inputs",
     "module_location",
     "read_env_variables",
     "read_named_locations",
@@ -252,6 +253,27 @@ def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
     """Return the resource key of the IO manager that writes an asset."""
     resource_key: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
     return resource_key
+
+
+def loaded_inputs(graph: AssetGraph, key: AssetKey) -> set[AssetKey]:
+    """Return the assets that an asset's function gets as arguments from the IO manager that writes the asset.
+
+    Without `deps`, whose values are not loaded, and without assets of the same function.
+    """
+    assets = graph.get(key).assets_def
+    resource_key = io_manager_key_of(graph, key)
+    inputs = assets.node_def.input_dict if assets.is_executable else {}
+    loaded_keys = set()
+    for name, input_key in assets.keys_by_input_name.items():
+        definition = inputs.get(name)
+        if definition is None or definition.dagster_type.is_nothing or input_key in assets.keys:
+            continue
+        source_key = definition.input_manager_key or (
+            io_manager_key_of(graph, input_key) if graph.has(input_key) else None
+        )
+        if source_key == resource_key:
+            loaded_keys.add(input_key)
+    return loaded_keys
 
 
 def get_running_context() -> Any:

@@ -304,12 +304,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 may_be_missing = _reads_own_table(context) or self._is_optional_input(context)
                 if may_be_missing and not wants_stored_rows(context.dagster_type):
                     return self._empty_frame(annotation, is_spark=is_spark)
-                raise TableMissing(
-                    f"Asset {context.asset_key.to_user_string()} has no table on branch {ref}.",
-                    table=spec.name,
-                    branch=ref,
-                    hint="Materialize and publish it first, or include it in this run's selection.",
-                ) from error
+                name = context.asset_key.to_user_string()
+                raise TableMissing.of_asset(name, spec.name, ref) from error
             provenance.report_read(context, spec, ref)
             existing = [field.name for field in table.schema().fields]
             columns = input_columns(context.definition_metadata, existing, table=spec.name)

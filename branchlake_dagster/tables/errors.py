@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 
@@ -71,6 +71,16 @@ class UpsertKeyInvalid(BranchlakeError, Terminal):
 
 class TableMissing(BranchlakeError, Terminal):
     """An asset is loaded, but it has no table on the run's branch."""
+
+    @classmethod
+    def of_asset(cls, asset: str, table: str, branch: str) -> Self:
+        """Return the error for an asset, with the dotted name of its table."""
+        return cls(
+            f"Asset {asset} has no table on branch {branch}.",
+            table=table,
+            branch=branch,
+            hint="Materialize and publish it first, or include it in this run's selection.",
+        )
 
 
 class UnsupportedType(BranchlakeError, Terminal):

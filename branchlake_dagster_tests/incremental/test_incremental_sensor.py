@@ -123,6 +123,36 @@ def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders:
         assert (told.asset_key, told.metadata[EventMetadata.UNCONSUMED_ROWS].value) == (spent.key, 1)
 
 
+def test_a_change_waits_until_a_table_that_is_read_whole_exists(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    accounts = Source(namespace, "accounts")
+
+    @dg.asset(key=[namespace, "rates"], io_manager_key="values")
+    def rates() -> float:
+        return 2.0
+
+    @dg.asset(
+        key=[namespace, "spent"],
+        ins={one.key.path[-1]: dg.AssetIn(one.key) for one in (orders, accounts, rates)},
+        deps=[dg.AssetKey([namespace, "never"])],
+        metadata=table_metadata(write_mode="append", **FREE) | consumes({orders.key: "rows"}),
+    )
+    def spent(orders: pl.DataFrame, accounts: pl.DataFrame, rates: float) -> pl.DataFrame:
+        return orders.join(accounts, on="account").with_columns(pl.col("price") * int(rates))
+
+    outside = dg.with_resources([rates], {"values": dg.mem_io_manager})
+    with project(lakehouse, orders.asset, accounts.asset, *outside, spent) as p:
+        orders.publish(p, ("a", 1))
+        ticks = Ticks(p, target=[spent])
+        assert ticks.tick() == []
+        (told,) = ticks.told
+        assert accounts.key.to_user_string() in str(told.metadata[EventMetadata.UNCONSUMED].value)
+        assert accounts.key.to_user_string() in ticks.why
+        accounts.publish(p, ("a", 1))
+        assert len(ticks.tick()) == 1
+
+
 def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:

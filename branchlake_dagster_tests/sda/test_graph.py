@@ -11,6 +11,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource
+from branchlake_dagster.automation.backlog import iter_consumers
 from branchlake_dagster.sda.assets.catalogue import gp_ingest
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError
 from branchlake_dagster.sda.graph import definitions
@@ -75,6 +76,17 @@ def test_every_table_has_checks():
     graph = code_location(GpSource()).resolve_asset_graph()
     checked = {key.asset_key for key in graph.asset_check_keys}
     assert checked >= OWN_KEYS
+
+
+def test_runs_of_sensors_wait_for_the_catalog():
+    graph = code_location(GpSource()).resolve_asset_graph()
+    waits = {
+        one.key.path[-1]: {key.path[-1] for key in one.whole_inputs} for one in iter_consumers(graph, "")
+    }
+    assert waits["observations"] == waits["rejected_observations"] == {"objects"}
+    assert waits["associations"] == waits["conjunction_risks"] == {"catalogue"}
+    assert waits["fused_tracks"] == {"observations", "catalogue"}
+    assert waits["conjunctions"] == waits["conjunction_alerts"] == set()
 
 
 def ingest(session, gp: GpSource, snapshot: str) -> dict[str, pl.DataFrame]:
