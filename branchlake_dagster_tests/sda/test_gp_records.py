@@ -336,6 +336,16 @@ def test_a_record_without_end_is_cut_in_what_is_kept_of_it():
     assert row["reason"] == "record_length"
 
 
+@pytest.mark.parametrize("value", ["\ud800", "x\udfff", {"a": 1}, ["\ud800"]])
+@pytest.mark.parametrize("name", ["OBJECT_NAME", "MEAN_MOTION"])
+def test_a_value_of_json_that_no_text_can_hold_rejects_its_record_alone(name, value):
+    parsed = read(json.dumps([number(7), number(8, **{name: value}), number(9)]))
+    assert parsed.elements["sat_no"].to_list() == [7, 9]
+    (row,) = parsed.rejected.to_dicts()
+    assert (row["line_number"], row["reason"]) == (2, "unsupported_message")
+    assert json.loads(row["raw_text"])["NORAD_CAT_ID"] == "8"
+
+
 @pytest.mark.long
 def test_a_large_file_costs_a_bounded_multiple_of_itself():
     elements = simulated_elements(seed=5, objects=20_000, epoch=REFERENCE_EPOCH)

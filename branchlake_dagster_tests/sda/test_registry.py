@@ -318,6 +318,58 @@ def test_entries_that_cannot_be_read_are_rejected_one_by_one():
             read(bad)
 
 
+def test_a_cut_row_is_rejected_and_not_read_as_an_object_that_still_flies():
+    text = 'OBJECT_NAME,NORAD_CAT_ID,OWNER,DECAY_DATE\nA,5,US,2020-01-01\nB,6,U\n\nC,7,US,\nD,8,"US,2020-01-01\nE,9'
+    entries, rejected = read(text)
+    assert entries.select("sat_no", "decay_date").rows() == [(5, date(2020, 1, 1)), (7, None)]
+    assert rejected.select("line_number", "reason", "raw_text").rows() == [
+        (3, "truncated", "B,6,U"),
+        (6, "truncated", 'D,8,"US,2020-01-01'),
+        (7, "truncated", "E,9"),
+    ]
+
+
+def test_a_record_of_json_that_cannot_be_an_entry_is_rejected_alone():
+    rows = [
+        {"NORAD_CAT_ID": 5, "OWNER": "US"},
+        {"NORAD_CAT_ID": 6, "OWNER": "\ud800"},
+        {"NORAD_CAT_ID": 7, "OWNER": {"country": "US"}},
+        8,
+        {"NORAD_CAT_ID": 9, "OWNER": None},
+    ]
+    entries, rejected = read(json.dumps(rows))
+    assert entries["sat_no"].to_list() == [5, 9]
+    assert rejected.select("line_number", "reason").rows() == [(n, "unsupported_message") for n in (2, 3, 4)]
+    assert rejected["raw_text"].str.contains("NORAD_CAT_ID").to_list() == [True, True, False]
+
+
+def test_columns_count_wherever_they_first_appear():
+    rows = [{"NORAD_CAT_ID": n + 1, "OBJECT_NAME": "x"} for n in range(1_001)]
+    rows[1_000] |= {"DECAY_DATE": "2020-01-01", "LAUNCH": "2019-01-01"}
+    rows[5] = {"c": 6, "n": "y"}
+    entries, rejected = read(json.dumps(rows))
+    assert (entries.height, rejected.height) == (1_001, 0)
+    assert entries.select("launch_date", "decay_date").row(1_000) == (date(2019, 1, 1), date(2020, 1, 1))
+    assert entries.select("sat_no", "object_name").row(5) == (6, "y")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<html><body>sorry</body></html>",
+        '{"error": "busy"}',
+        '[{"error": "busy"}]',
+        "No data",
+        "\x1a\n",
+        '"x"',
+    ],
+)
+def test_a_page_in_place_of_a_satellite_catalog_is_an_error_of_the_file(page):
+    with pytest.raises(CatalogueError) as caught:
+        read(page)
+    assert caught.value.source == "test"
+
+
 def test_entries_are_dated_by_what_they_say_whatever_comes_first():
     owners = [(1, "US"), (2, "US"), (3, "UK"), (4, "US"), (5, "US")]
     rows = [entry(f"satcat-{h}", h, owner=o) for h, o in owners] + [entry("satcat-3", 3, sat_no=2)]

@@ -1,5 +1,7 @@
 """Read the four encodings of Orbit Mean-Elements Messages (OMM): JSON, CSV, XML and KVN.
 
+`read_json` and `read_csv` also read satellite catalogs, which have other keywords.
+
 An OMM has the element set of one object. KVN is text with lines of ``keyword = value``. JSON and CSV are read
 as CelesTrak and Space-Track serve them, XML as NDM/XML (CCSDS 505.0-B). Every reader returns one frame with a
 column for each keyword in the file. All values stay text, so that no digit is lost before the single
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 from xml.parsers import expat
 
@@ -32,12 +36,21 @@ _COLUMNS = {
 }
 _FIELD_PATTERN = r'(?:[^",]*|"(?:[^"]|"")*")'
 _ROW_PATTERN = f"^{_FIELD_PATTERN}(?:,{_FIELD_PATTERN})*$"
+_SURROGATE_ESCAPE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _MAX_DEPTH = 64
 """Maximum nesting depth of XML elements; an OMM in NDM/XML has seven levels."""
 
 
 def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """Read a JSON array of messages, or a single message. Numbers may be JSON numbers or text.
+    """Read a JSON array of OMM messages, or a single message (`read_json`)."""
+    return read_json(file_text, source, limits, KEYWORDS)
+
+
+def read_json(file_text: str, source: str, limits: ReadLimits, keywords: Collection[str]) -> pl.DataFrame:
+    """Read a JSON array of records, or a single record. Numbers may be JSON numbers or text.
+
+    A record is marked as broken if it is not a flat object, or if the value of a keyword is not valid
+    Unicode. The frame has a column for each of the `keywords`.
 
     Raises:
         UnreadableCatalogueError: the text is not JSON, or the JSON is not an array or an object.
@@ -49,9 +62,19 @@ def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         records = [decoded_json] if isinstance(decoded_json, dict) else decoded_json
         if not isinstance(records, list):
             raise UnreadableCatalogueError(
-                source, "the JSON is not an array of messages", "Give an OMM JSON file."
+                source, "the JSON is not an array of records", "Give a JSON file of the provider."
             )
-        raw_texts = ["" if _is_flat(r) else json.dumps(r)[: limits.max_record_chars] for r in records]
+        problems = ["" if _is_flat(r) else "the record is not a flat object of keywords" for r in records]
+        # JSON can escape half of a character, which no encoding of text can hold.
+        if _SURROGATE_ESCAPE.search(file_text):
+            problems = [
+                problem or ("" if _is_unicode(r, keywords) else "a value of the record is not valid Unicode")
+                for r, problem in zip(records, problems, strict=True)
+            ]
+        raw_texts = [
+            json.dumps(r)[: limits.max_record_chars] if problem else ""
+            for r, problem in zip(records, problems, strict=True)
+        ]
     except json.JSONDecodeError as error:
         raise UnreadableCatalogueError(
             source,
@@ -60,17 +83,18 @@ def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         ) from error
     except RecursionError as error:
         raise UnreadableCatalogueError(
-            source, "the JSON is nested too deeply", "A message is a flat object. Give an OMM JSON file."
+            source, "the JSON is nested too deeply", "A record is a flat object. Fetch the file again."
         ) from error
-    flat_records = [r if not text else {} for r, text in zip(records, raw_texts, strict=True)]
-    frame = pl.DataFrame(flat_records, schema=dict.fromkeys(KEYWORDS, pl.String), strict=False, orient="row")
-    is_rejected = pl.when(pl.col("raw_text") != "")
+    usable_records = [{} if problem else r for r, problem in zip(records, problems, strict=True)]
+    frame = pl.DataFrame(
+        usable_records, schema=dict.fromkeys(keywords, pl.String), strict=False, orient="row"
+    )
     return frame.with_columns(
         pl.Series("raw_text", raw_texts, dtype=pl.String),
         pl.Series("line_number", range(1, len(raw_texts) + 1), dtype=pl.Int64),
+        pl.Series("broken", [problem or None for problem in problems], dtype=pl.String),
     ).with_columns(
-        broken=is_rejected.then(pl.lit("the record is not a flat object of OMM keywords")),
-        broken_as=is_rejected.then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
+        broken_as=pl.when(pl.col("broken").is_not_null()).then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
     )
 
 
@@ -78,15 +102,41 @@ def _is_flat(record: object) -> bool:
     return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
 
 
+def _is_unicode(record: dict[str, Any], keywords: Collection[str]) -> bool:
+    try:
+        for keyword in keywords:
+            if isinstance(value := record.get(keyword), str):
+                value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def from_csv(file_text: str, source: str, limits: ReadLimits, first_line: int = 1) -> pl.DataFrame:
-    """Read CSV whose header holds OMM keywords, in any order and mixed with other names.
+    """Read CSV whose header holds OMM keywords (`read_csv`).
+
+    `first_line` is the number of the text's first line in the file.
+    """
+    return read_csv(file_text, source, limits, KEYWORDS, ("NORAD_CAT_ID",), first_line)
+
+
+def read_csv(
+    file_text: str,
+    source: str,
+    limits: ReadLimits,
+    keywords: Collection[str],
+    key_names: Collection[str],
+    first_line: int = 1,
+) -> pl.DataFrame:
+    """Read CSV whose header holds `keywords`, in any order and mixed with other names.
 
     A row is marked as broken if its number of fields differs from the header's, if it has a damaged quote, or
-    if it is too long. Quoted values cannot contain line breaks. `first_line` is the number of the text's
-    first line in the file.
+    if it is too long. Quoted values cannot contain line breaks. The case of upper-case keywords is ignored.
+    `key_names` are the keywords of which the header must have one. `first_line` is the number of the text's
+    first line in the file. The text must not be blank.
 
     Raises:
-        UnreadableCatalogueError: the header repeats a name or lacks NORAD_CAT_ID.
+        UnreadableCatalogueError: the header repeats a name or lacks the key names.
 
     """
     lines = (
@@ -106,14 +156,17 @@ def from_csv(file_text: str, source: str, limits: ReadLimits, first_line: int = 
         long=pl.col("raw_text").str.len_chars() > limits.max_record_chars,
     )
     field_count = lines["fields"][0]
-    header_names = [part.strip().strip('"').strip().upper() for part in lines["raw_text"][0].split(",")]
+    parts = [part.strip().strip('"').strip() for part in lines["raw_text"][0].split(",")]
+    header_names = [part.upper() if part.upper() in keywords else part for part in parts]
     if (
-        "NORAD_CAT_ID" not in header_names
+        not {*key_names} & {*header_names}
         or len(header_names) != field_count
         or len(set(header_names)) < field_count
     ):
         raise UnreadableCatalogueError(
-            source, "the CSV header repeats a name or has no NORAD_CAT_ID", "Give an OMM CSV file."
+            source,
+            f"the CSV header repeats a name or has no {next(iter(key_names))}",
+            "Give a CSV file of the provider.",
         )
     lines = (
         lines.slice(1)
@@ -140,7 +193,7 @@ def from_csv(file_text: str, source: str, limits: ReadLimits, first_line: int = 
         csv_bytes = io.BytesIO(("\n".join(complete_rows["raw_text"].to_list()) + "\n").encode())
         values = pl.read_csv(csv_bytes, has_header=False, new_columns=header_names, infer_schema=False)
         complete_rows = pl.concat(
-            [complete_rows, values.select(n for n in header_names if n in KEYWORDS)], how="horizontal"
+            [complete_rows, values.select(n for n in header_names if n in keywords)], how="horizontal"
         )
     return pl.concat([complete_rows, broken_rows], how="diagonal").sort("line_number")
 

@@ -6,12 +6,9 @@ names of its mirrors. Validity periods are computed from all entries, so late en
 
 from __future__ import annotations
 
-import io
-import json
-from typing import Any
-
 import polars as pl
 
+from branchlake_dagster.sda.gp.encodings import read_csv, read_json
 from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError, UnreadableCatalogueError
 from branchlake_dagster.sda.gp.rules import (
@@ -19,6 +16,7 @@ from branchlake_dagster.sda.gp.rules import (
     REJECTED_COLUMNS,
     RecordRule,
     RejectReason,
+    build_rejections,
     split_by_rules,
 )
 
@@ -72,6 +70,9 @@ _COLUMN_ALIASES = {
     "rcs_m2": ("RCS", "rcs"),
     "rcs_size": ("RCS_SIZE",),
 }
+"""The names of each column in the files. Of several names, the first one with a value in a record counts."""
+
+_ALIASES = tuple(name for names in _COLUMN_ALIASES.values() for name in names)
 
 
 def is_satcat(snapshot_id: str) -> bool:
@@ -88,34 +89,32 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
         UnreadableCatalogueError: the file is neither JSON nor CSV, or has no column for the catalog number.
 
     """
-    file_text = decode_gp_file(content, source, limits)
-    frame = (
-        _read_json(file_text, source)
-        if file_text.lstrip().startswith(("[", "{"))
-        else _read_csv(file_text, source)
-    )
-    source_columns = {
-        column: next((name for name in names if name in frame.columns), None)
-        for column, names in _COLUMN_ALIASES.items()
-    }
-    if not frame.height:
+    records = _read_records(decode_gp_file(content, source, limits), source, limits)
+    if not records.height:
         raise EmptyCatalogueError(source, "it has no entries", "Check that the download was complete.")
-    if source_columns["sat_no"] is None:
+    is_broken = pl.col("broken").is_not_null()
+    broken_records = build_rejections(
+        records.filter(is_broken), reason=pl.col("broken_as"), message=pl.col("broken")
+    )
+    entries = records.filter(~is_broken).select(
+        "line_number",
+        "raw_text",
+        *(
+            pl.coalesce(_nonempty(name) for name in names if name in records.columns).alias(column)
+            if not {*names}.isdisjoint(records.columns)
+            else pl.lit(None, dtype=pl.String).alias(column)
+            for column, names in _COLUMN_ALIASES.items()
+        ),
+    )
+    if broken_records.is_empty() and entries["sat_no"].null_count() == entries.height:
         raise UnreadableCatalogueError(
             source,
             "it is not a satellite catalog, because it has no NORAD_CAT_ID",
             "Give CelesTrak's or Space-Track's SATCAT.",
         )
-    stripped_columns = {
-        column: (pl.col(name) if name else pl.lit(None, dtype=pl.String)).str.strip_chars()
-        for column, name in source_columns.items()
-    }
-    entries = frame.select(
-        pl.when(text != "").then(text).alias(column) for column, text in stripped_columns.items()
-    ).with_row_index("line_number", offset=1)
     raw_line = pl.concat_str([pl.col(c).fill_null("") for c in _COLUMN_ALIASES], separator=",")
     typed_entries = entries.with_columns(
-        raw_text=raw_line,
+        raw_text=pl.when(pl.col("raw_text") != "").then("raw_text").otherwise(raw_line),
         **{
             column: pl.col(column).str.to_date("%Y-%m-%d", strict=False)
             if kind == pl.Date()
@@ -145,32 +144,22 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
         ],
     )
     unique_entries = accepted.unique("sat_no", keep="last", maintain_order=True).sort("sat_no")
-    return unique_entries.select(list(ENTRY_COLUMNS)), rejected.select(list(REJECTED_COLUMNS))
+    all_rejected = pl.concat([broken_records, rejected.select(list(REJECTED_COLUMNS))]).sort("line_number")
+    return unique_entries.select(list(ENTRY_COLUMNS)), all_rejected
 
 
-def _read_json(file_text: str, source: str) -> pl.DataFrame:
-    try:
-        decoded_json = json.loads(file_text, parse_float=str, parse_int=str)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UnreadableCatalogueError(
-            source, f"the JSON is invalid ({error})", "Fetch the file again."
-        ) from error
-    alias_names = [name for names in _COLUMN_ALIASES.values() for name in names]
-    rows: list[dict[str, Any]] = (
-        [r for r in decoded_json if isinstance(r, dict)] if isinstance(decoded_json, list) else []
-    )
-    present_names = {name for name in alias_names if any(name in row for row in rows[:1000])}
-    schema = {name: pl.String() for name in alias_names if name in present_names}
-    return pl.DataFrame(rows, schema=schema, strict=False, orient="row") if schema else pl.DataFrame()
+def _read_records(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """Read the records of a file as text columns (`encodings`). Raises UnreadableCatalogueError."""
+    if file_text.lstrip().startswith(("[", "{")):
+        return read_json(file_text, source, limits, _ALIASES)
+    if not file_text.strip(" \t\n\x00\x1a"):
+        return pl.DataFrame()
+    return read_csv(file_text, source, limits, _ALIASES, _COLUMN_ALIASES["sat_no"])
 
 
-def _read_csv(file_text: str, source: str) -> pl.DataFrame:
-    try:
-        return pl.read_csv(io.BytesIO(file_text.encode()), infer_schema=False)
-    except pl.exceptions.PolarsError as error:
-        raise UnreadableCatalogueError(
-            source, f"the CSV is invalid ({error})", "Fetch the file again."
-        ) from error
+def _nonempty(name: str) -> pl.Expr:
+    text = pl.col(name).str.strip_chars()
+    return pl.when(text != "").then(text)
 
 
 def build_validity_periods(entries: pl.DataFrame) -> pl.DataFrame:
