@@ -23,7 +23,7 @@ from branchlake_dagster.sda.providers.errors import (
 from branchlake_dagster.sda.providers.kept import RateLimit
 from branchlake_dagster.sda.providers.space_track import SpaceTrack
 from branchlake_dagster_tests.sda.test_gp import OMM
-from branchlake_dagster_tests.sda.test_gp_records import as_csv, number
+from branchlake_dagster_tests.sda.test_gp_records import ENCODINGS, as_csv, as_xml, number, tle
 from branchlake_dagster_tests.suite.raised import raising
 
 NOW = datetime(2026, 8, 8, 2, 47, tzinfo=UTC).timestamp()
@@ -126,6 +126,7 @@ def test_a_query_is_made_once_in_about_two_hours_also_across_restarts(server, cl
     celestrak(server, tmp_path, group="stations").pull(clock.around)
     assert len(server.asked) == 2, "another query is another question"
     clock.now += 2
+    server.answer = lambda _n, _p: (200, {}, as_csv(number(7), number(9)).encode())
     assert celestrak(server, tmp_path).pull(clock.around).snapshot_id == "celestrak-active-20260808T0443Z"
 
 
@@ -221,6 +222,61 @@ def test_refusals_are_not_repeated_and_never_kept(server, clock, tmp_path, answe
     assert not list(tmp_path.rglob("*.body"))
 
 
+PAGES = {
+    "csv": [
+        b"<p>NORAD_CAT_ID, busy</p>\n<p>",
+        b'{"error": "NORAD_CAT_ID, busy"}\n{}',
+        b"OBJECT_NAME,NORAD_CAT_ID\n",
+    ],
+    "json": [b'{"error": "busy"}', b'[{"error": "NORAD_CAT_ID"}]', b"[]", b"busy", b"\xef\xbb\xbf<html>"],
+    "xml": [b'<?xml version="1.0"?>\n<html><body>sorry</body></html>', b"<error/>", b"busy"],
+    "kvn": [b"status = busy", b"<html>CCSDS_OMM_VERS</html>"],
+    "tle": [b"Too many requests\n", b"\n <html>\n1 \n2 \n</html>", b'{"error": "busy"}'],
+    "3le": [b"busy"],
+}
+"""Answers of status 200 that are no catalogs of the format."""
+
+
+@pytest.mark.parametrize(("file_format", "page"), [(name, page) for name in PAGES for page in PAGES[name]])
+def test_a_page_in_place_of_a_catalog_is_refused_by_any_format(server, clock, tmp_path, file_format, page):
+    server.answer = lambda _n, _p: (200, {}, page)
+    with raising(ProviderRefused, 200):
+        celestrak(server, tmp_path, format=file_format).pull(clock.around)
+    assert not list(tmp_path.rglob("*.body"))
+
+
+@pytest.mark.parametrize(
+    ("file_format", "content"),
+    [
+        *((name, encode(number(7))) for name, encode in ENCODINGS.items()),
+        ("csv", "\ufeff" + as_csv(number(7)).replace("\n", "\r\n")),
+        ("csv", as_csv(number(7)).replace("NORAD_CAT_ID", '"NORAD_CAT_ID"')),
+        ("json", json.dumps([number(7)], indent=2)),
+        ("xml", as_xml(number(7), prefix="ndm", namespace="urn:ccsds")),
+        ("tle", tle(7).replace("\n", "\r\n")),
+        ("3le", f"0 NAME\n{tle(7)}"),
+        ("2le", tle(7)),
+    ],
+)
+def test_a_catalog_of_any_format_is_accepted(server, clock, tmp_path, file_format, content):
+    server.answer = lambda _n, _p: (200, {}, content.encode())
+    pulled = celestrak(server, tmp_path, format=file_format).pull(clock.around)
+    assert read_catalogue(pulled.content, "x").elements["sat_no"].to_list() == [7]
+
+
+def test_an_equal_answer_is_no_new_snapshot(server, clock, tmp_path):
+    first = celestrak(server, tmp_path).pull(clock.around)
+    clock.now += 7_001
+    server.answer = lambda _n, _p: (200, {"ETag": '"new"'}, CSV)
+    assert celestrak(server, tmp_path).pull(clock.around) == first
+    clock.now += 7_001
+    celestrak(server, tmp_path).pull(clock.around)
+    assert len(server.asked) == 3
+    assert server.asked[2][2]["if-none-match"] == '"new"'
+    clock.now = NOW - 86_400  # the first answer has a time of the future
+    assert celestrak(server, tmp_path).pull(clock.around).fetched_at < first.fetched_at
+
+
 def test_a_cut_answer_is_no_catalogue(server, clock, tmp_path):
     server.answer = lambda n, _: (200, {"Content-Length": str(len(CSV) + (n < 3))}, CSV)
     assert celestrak(server, tmp_path, read_s=0.2).pull(clock.around).content == CSV
@@ -273,6 +329,29 @@ def test_a_session_that_ended_is_opened_again_once(server, clock, space_track):
     server.answer = gate(expired=9)
     with raising(ProviderRefused, 401):
         space_track.pull(clock.around)
+
+
+@pytest.mark.parametrize("page", PAGES["json"])
+def test_space_tracks_pages_in_place_of_a_catalog_are_refused(server, clock, space_track, page):
+    login = gate()
+    server.answer = lambda n, p: login(n, p) if "login" in p else (200, {}, page)
+    with raising(ProviderRefused, 200):
+        space_track.pull(clock.around)
+    assert not list(Path(space_track.cache_dir).rglob("*.body"))
+
+
+def test_an_equal_answer_of_space_track_is_no_new_snapshot(server, clock, space_track):
+    server.answer = gate()
+    first = space_track.pull(clock.around)
+    clock.now += 3_601
+    assert space_track.pull(clock.around) == first
+    asked = len(server.asked)
+    clock.now += 3_599
+    assert space_track.pull(clock.around) == first
+    assert len(server.asked) == asked, "the equal answer counts as asked"
+    clock.now += 2
+    server.answer = lambda n, p: gate()(n, p) if "login" in p else (200, {}, json.dumps([number(7)]).encode())
+    assert space_track.pull(clock.around).snapshot_id == "spacetrack-current-20260808T0447Z"
 
 
 def test_a_refused_login_is_reported_without_the_password(server, clock, space_track, monkeypatch):

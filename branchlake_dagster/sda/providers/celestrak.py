@@ -7,7 +7,6 @@ conditional. CelesTrak refuses more frequent queries with 403 and blocks a clien
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -22,10 +21,9 @@ from branchlake_dagster.sda.providers.download import (
 )
 from branchlake_dagster.sda.providers.errors import ProviderRefused
 from branchlake_dagster.sda.providers.kept import AnswerCache, CachedAnswer, lock_file
-from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, utc_datetime
+from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, is_catalog, utc_datetime
 
 _NOT_UPDATED = "has not updated since your last"
-_NO_DATA = re.compile(rb"\s*(Invalid query|No GP data found|GP data|<!DOCTYPE html|<html)", re.IGNORECASE)
 _OK, _FORBIDDEN = 200, 403
 _MAX_SHOWN_BYTES = 160
 
@@ -89,7 +87,7 @@ class CelesTrak(GpProvider):
         )
         if cached_answer is not None and _is_unchanged(answer):
             return cache.mark_unchanged(query, cached_answer, asked_at)
-        if answer.status != _OK or not answer.body.strip() or _NO_DATA.match(answer.body):
+        if answer.status != _OK or not is_catalog(answer.body, self.format):
             body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
                 f"CelesTrak answered GROUP={self.group} with status {answer.status}: {body_start}.",
@@ -102,7 +100,7 @@ class CelesTrak(GpProvider):
             answer.headers.get("etag"),
             answer.headers.get("last-modified"),
         )
-        return cache.store(query, new_answer)
+        return cache.update(query, cached_answer, new_answer)
 
 
 def _is_unchanged(answer: ProviderAnswer) -> bool:

@@ -82,6 +82,15 @@ class AnswerCache:
         _write_atomically(path.with_suffix(".json"), metadata_json.encode())
         return answer
 
+    def update(self, query: str, cached_answer: CachedAnswer | None, answer: CachedAnswer) -> CachedAnswer:
+        """Store a new answer. If its body is that of the cached one, this keeps its time of download.
+
+        So an equal answer is the same pull. A time in the future comes from a wrong clock and is not kept.
+        """
+        if cached_answer is not None and cached_answer.body == answer.body:
+            answer = replace(answer, fetched_at=min(cached_answer.fetched_at, answer.fetched_at))
+        return self.store(query, answer)
+
     def mark_unchanged(self, query: str, answer: CachedAnswer, asked_at: float) -> CachedAnswer:
         """Record that the provider was asked and has nothing newer; return the updated answer."""
         return self.store(query, replace(answer, asked_at=asked_at))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,27 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.sda.providers.download import ProviderClock
+
+_CATALOG_PATTERNS = {
+    # A header without braces or brackets, and a row.
+    "csv": re.compile(rb"\A(?:\xef\xbb\xbf)?\s*(?=[^\n]*,)[^\n<{]*\bNORAD_CAT_ID\b[^\n<{]*\n\s*\S"),
+    "json": re.compile(rb'\A(?:\xef\xbb\xbf)?\s*\[\s*\{[^]]*?"NORAD_CAT_ID"\s*:'),
+    "xml": re.compile(rb"<(?:[\w.-]+:)?omm[\s>]"),
+    "kvn": re.compile(rb"^\s*CCSDS_OMM_VERS\s*=", re.MULTILINE),
+    "tle": re.compile(rb"^1 .{23,}\n2 .{23,}", re.MULTILINE),
+}
+_CATALOG_PATTERNS |= dict.fromkeys(("3le", "2le"), _CATALOG_PATTERNS["tle"])
+_PAGE_PATTERN = re.compile(rb"\A(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|\{)", re.IGNORECASE)
+
+
+def is_catalog(body: bytes, file_format: str) -> bool:
+    """Return whether an answer looks like a catalog of a format that has at least one record.
+
+    Providers send pages and error messages with status 200 too. Of an unknown format, only HTML pages and
+    JSON objects are detected.
+    """
+    pattern = _CATALOG_PATTERNS.get(file_format.lower())
+    return bool(pattern.search(body) if pattern else body.strip() and not _PAGE_PATTERN.match(body))
 
 
 @dataclass(frozen=True)

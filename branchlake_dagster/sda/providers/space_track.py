@@ -14,7 +14,7 @@ from pydantic import Field
 from branchlake_dagster.sda.providers.download import Downloader, ProviderClock, RetryRule
 from branchlake_dagster.sda.providers.errors import ProviderLoginFailed, ProviderRefused
 from branchlake_dagster.sda.providers.kept import AnswerCache, CachedAnswer, RateLimit, lock_file
-from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, utc_datetime
+from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, is_catalog, utc_datetime
 
 _OK, _UNAUTHORIZED = 200, 401
 _LOGIN_FAILED = b'"Failed"'
@@ -65,7 +65,8 @@ class SpaceTrack(GpProvider):
             if cached_answer is None or not 0 <= clock.wall_time() - cached_answer.asked_at < self.keep_s:
                 body = self._download(query, clock)
                 now = clock.wall_time()
-                cached_answer = cache.store(query, CachedAnswer(body, now, now, None, None))
+                new_answer = CachedAnswer(body, now, now, None, None)
+                cached_answer = cache.update(query, cached_answer, new_answer)
         return Pull(
             "spacetrack", self.group, self.format, cached_answer.body, utc_datetime(cached_answer.fetched_at)
         )
@@ -91,8 +92,7 @@ class SpaceTrack(GpProvider):
         if answer.status == _UNAUTHORIZED:  # the session ended after the login
             self._log_in(downloader, limit)
             answer = downloader.request(query, before_attempt=limit.acquire)
-        first_byte = answer.body.lstrip()[:1]
-        if answer.status != _OK or (self.format == "json" and first_byte != b"["):
+        if answer.status != _OK or not is_catalog(answer.body, self.format):
             body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
                 f"Space-Track answered the query with status {answer.status}: {body_start}.",
