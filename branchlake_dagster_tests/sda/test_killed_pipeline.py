@@ -90,6 +90,8 @@ class Trial:
     expected: Tables
     simulated: SimulatedBytes
     chance: random.Random
+    foreign: set[str]
+    """References that earlier tests left in the lake."""
 
     @property
     def lake(self) -> Lakehouse:
@@ -129,7 +131,7 @@ class Trial:
             list(sweep_discarded(self.lake, instance, now=lambda: later))
 
     def references(self) -> set[str]:
-        return {reference.name for reference in self.lake.nessie.references()}
+        return {reference.name for reference in self.lake.nessie.references()} - self.foreign
 
     def kill_publications(self, stage: str, *places: str) -> None:
         """Kill the processes that publish a computed stage. Then compute it a second time, and publish both."""
@@ -175,11 +177,12 @@ def trial(empty_lake: Lakehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     simulated = simulate_bytes(elements, START, hours=1, per_s=rates, seed=SEED)
     (hour,) = simulated.partitions
     workers = Workers(pipeline.gp, hour)
+    foreign = {reference.name for reference in empty_lake.nessie.references()} - {MAIN}
     try:
         pipeline.publish_catalog(elements, START)
         expected = pipeline.compute(simulated, None, 1)
         assert expected.frames["net_alerts"].height
-        yield Trial(pipeline, workers, expected, simulated, chance)
+        yield Trial(pipeline, workers, expected, simulated, chance, foreign)
     finally:
         workers.process.kill()
         workers.process.communicate()
