@@ -26,6 +26,8 @@ from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.graph.code_location import (
     DATA_MODE,
+    GP_DIR,
+    GP_PULL,
     KEEP_RECORDS,
     LIVE_SENSORS,
     build_definitions,
@@ -207,6 +209,35 @@ def test_the_mode_of_the_measurements_is_that_of_the_environment(
     monkeypatch.setenv(DATA_MODE, "imagined")
     with raising(ConfigurationError, "'IMAGINED'"):
         build_definitions(Settings(state_dir=tmp_path))
+
+
+def test_a_folder_of_gp_files_that_does_not_exist_is_not_simulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def catalogue_dir() -> str | None:
+        definitions = build_definitions(Settings(state_dir=tmp_path))
+        gp = definitions.get_repository_def().get_top_level_resources()["gp"]
+        return str(gp.config_schema.default_value["catalogue_dir"] or "")
+
+    monkeypatch.delenv(GP_PULL, raising=False)
+    monkeypatch.delenv(GP_DIR, raising=False)
+    assert catalogue_dir() == ""
+    folder = tmp_path / "gpp"
+    monkeypatch.setenv(GP_DIR, str(folder))
+    with raising(ConfigurationError, GP_DIR, str(folder)):
+        build_definitions(Settings(state_dir=tmp_path))
+    (tmp_path / "gpp").write_text("a file")
+    with raising(ConfigurationError, GP_DIR, str(folder)):
+        build_definitions(Settings(state_dir=tmp_path))
+    folder.unlink()
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(GP_DIR, "~/gpp")
+    assert catalogue_dir() == str(folder)
+    monkeypatch.setenv(GP_DIR, "~/new")
+    monkeypatch.setenv(GP_PULL, "celestrak")
+    assert catalogue_dir() == str(tmp_path / "new")
+    assert (tmp_path / "new").is_dir()
 
 
 def test_the_bytes_of_measurements_are_kept_where_the_environment_asks_for_it(

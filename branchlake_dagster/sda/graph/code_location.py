@@ -99,15 +99,24 @@ def gp_provider(settings: Settings) -> GpProvider | None:
 
 def gp_folder(settings: Settings) -> Path:
     """Return the folder of GP files. It may not exist."""
-    return Path(os.environ.get(GP_DIR) or settings.state_dir / "gp")
+    return Path(os.environ.get(GP_DIR) or settings.state_dir / "gp").expanduser()
 
 
 def build_definitions(settings: Settings) -> dg.Definitions:
-    """Build all definitions of the code location, for the given settings and the environment."""
+    """Build all definitions of the code location, for the given settings and the environment.
+
+    A folder of GP files that is configured must exist, unless a provider fills it: without a folder, the
+    catalog is simulated. Raises ConfigurationError for an invalid environment variable.
+    """
     folder = gp_folder(settings)
     provider = gp_provider(settings)
     if provider is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    elif os.environ.get(GP_DIR) and not folder.is_dir():
+        raise ConfigurationError(
+            f"{GP_DIR} is {str(folder)!r}, which is not a folder.",
+            hint="Correct it or create the folder. Unset it to simulate the catalog.",
+        )
     gp = GpSource(catalogue_dir=str(folder) if folder.is_dir() else None)
     graph = dg.Definitions(
         assets=fusion_assets,
