@@ -1,3 +1,4 @@
+import os
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -163,6 +164,16 @@ def test_the_sensor_registers_files_and_starts_nothing(instance, tmp_path):
 
 # Dagster 1.13 warns about its own tags of multi-dimensional partitions.
 @pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
+def test_a_file_whose_name_cannot_be_stored_keeps_no_other_file_from_being_registered(instance, tmp_path):
+    for name in (b"a.tle", b"b\xff.tle", b"c.tle"):
+        (tmp_path / os.fsdecode(name)).touch()
+    context = dg.build_sensor_context(
+        instance=instance, resources={"gp": GpSource(catalogue_dir=str(tmp_path))}
+    )
+    (request,) = definitions.gp_snapshot_files(context).dynamic_partitions_requests
+    assert request.partition_keys == ["a", "c"]
+
+
 def test_schedules_wait_for_a_current_catalogue(instance):
     def tick(schedule: dg.ScheduleDefinition, now: datetime = NOW):
         context = dg.build_schedule_context(

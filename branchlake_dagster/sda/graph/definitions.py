@@ -226,13 +226,26 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
     return gp_pull
 
 
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
 def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
     """Register each file of the GP folder as a partition. Without files, a simulated snapshot is registered.
 
-    The sensor launches no run: a person decides whether an old file should be ingested.
+    The sensor launches no run: a person decides whether an old file should be ingested. A file whose name is
+    not valid Unicode cannot be a partition: it is logged and left out.
     """
-    wanted = list(gp.files()) or [DEFAULT_SNAPSHOT]
+    files = gp.files()
+    nameless = [name for name in files if not _is_unicode(name)]
+    for name in nameless:
+        context.log.warning(f"The name of file {name!a} is not valid Unicode. Rename the file to ingest it.")
+    wanted = [name for name in files if name not in nameless] if files else [DEFAULT_SNAPSHOT]
     known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
     new = [name for name in wanted if name not in known]
     if not new:
