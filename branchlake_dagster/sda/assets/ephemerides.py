@@ -5,12 +5,13 @@ files in a folder and compares them with the element sets of the catalog.
 """
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import polars as pl
-import pyarrow as pa
 from pydantic import Field
+from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource, column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
@@ -54,7 +55,7 @@ def ephemeris_conjunctions(
     config: EphemeridesConfig,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
-) -> dg.Output[pa.Table]:
+) -> Iterator[dg.Output[DataFrame]]:
     """List the catalog objects that come close to the ephemerides in a folder, within their usable times.
 
     A file without a usable segment fails the run. Other unusable records are logged and counted.
@@ -67,15 +68,14 @@ def ephemeris_conjunctions(
     )
     files = ((path.name, path.read_bytes()) for path in files_of(config.folder))
     screened = screen_files(spark.spark_session, files, screening, context.log.warning)
-    # Sorted, because the table is read as a whole.
-    order = [
-        (name, "ascending") for name in ("ephemeris", "miss_distance_km", "tca", "sat2_object_designator")
-    ]
-    return dg.Output(
-        screened.rows.sort_by(order),
+    # One file, sorted: the table is read as a whole.
+    yield dg.Output(
+        screened.rows.repartition(1).sortWithinPartitions(
+            "ephemeris", "miss_distance_km", "tca", "sat2_object_designator"
+        ),
         metadata={
             "files": screened.files,
-            "close_approaches": screened.rows.num_rows,
+            "close_approaches": screened.approaches,
             "records_not_used": screened.unusable_records,
         },
     )

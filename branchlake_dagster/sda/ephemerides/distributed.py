@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.ephemerides.listing import screened_file
@@ -138,10 +138,11 @@ class FileScreening:
 
 @dataclass(frozen=True)
 class ScreenedFiles:
-    """Close approaches of ephemeris files (`EPHEMERIS_CONJUNCTION_SCHEMA`), and counts."""
+    """Close approaches of ephemeris files as a Spark frame (`EPHEMERIS_CONJUNCTION_SCHEMA`), and counts."""
 
-    rows: pa.Table
+    rows: DataFrame
     files: int
+    approaches: int
     unusable_records: int
 
 
@@ -153,10 +154,10 @@ def screen_files(
     *,
     max_batch_bytes: int = _MAX_FILE_BATCH_BYTES,
 ) -> ScreenedFiles:
-    """Screen files on Spark's workers, one task per file, and return all rows.
+    """Screen files on Spark's workers, one task per file.
 
     The files are sent in batches, so this process holds a batch of files at a time, and Spark's messages
-    stay below their limit.
+    stay below their limit. The executors keep the rows, so the frame contains no files.
 
     Args:
         session: The session of the run.
@@ -170,15 +171,18 @@ def screen_files(
             cannot be interpolated as it declares. If there are several such files, the first one by name is
             reported.
     """
-    function = carried(screening.screen_batches)
-    screened = [_SCREENED_SCHEMA.empty_table()]
-    for batch in _divide_files(files, max_batch_bytes):
-        frame = session.createDataFrame(batch).repartition(batch.num_rows)
-        rows = frame.mapInArrow(function, from_arrow_schema(_SCREENED_SCHEMA)).toArrow()
-        screened.append(rows.cast(_SCREENED_SCHEMA))  # Spark delivers times in the time zone of the session
-    table = pa.concat_tables(screened)
-    is_report = pc.is_valid(table.column("file"))
-    reports = table.filter(is_report).select(REPORT_SCHEMA.names).sort_by("file").to_pylist()
+    function, schema = carried(screening.screen_batches), from_arrow_schema(_SCREENED_SCHEMA)
+    # Without checkpoints, the frame of all rows would send the files of all batches again, in one message.
+    batches = [
+        session.createDataFrame(batch)
+        .repartition(batch.num_rows)
+        .mapInArrow(function, schema)
+        .localCheckpoint()
+        for batch in _divide_files(files, max_batch_bytes)
+    ]
+    screened = reduce(DataFrame.unionAll, batches, session.createDataFrame([], schema))
+    reports = screened.where("file IS NOT NULL").select(*REPORT_SCHEMA.names).toArrow().to_pylist()
+    reports.sort(key=lambda report: str(report["file"]))
     for report in reports:
         for warning in report["warnings"]:
             warn(warning)
@@ -191,8 +195,9 @@ def screen_files(
                 subject=report["error_subject"],
             )
     return ScreenedFiles(
-        table.filter(pc.invert(is_report)).select(EPHEMERIS_CONJUNCTION_SCHEMA.names),
+        screened.where("file IS NULL").select(*EPHEMERIS_CONJUNCTION_SCHEMA.names),
         len(reports),
+        sum(report["approaches"] for report in reports),
         sum(report["unusable_records"] for report in reports),
     )
 
