@@ -289,13 +289,20 @@ def count_candidate_rows(table: Table, selection: Selection | None = None) -> in
 def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
     """Raise UpsertKeyInvalid if a key of an upsert is null or occurs in two rows of `frame`.
 
-    `spec.keys` are the key columns, which the frame must have.
+    `spec.keys` are the key columns, which the frame must have. They may have any type.
     """
     nulls = any(frame[key].null_count for key in spec.keys)
-    keys = pa.table({key: to_comparable_column(frame[key]) for key in spec.keys})
-    distinct = keys.group_by(list(spec.keys)).aggregate([]).num_rows
-    if nulls or distinct < frame.num_rows:
+    if nulls or key_columns(frame, spec).n_unique() < frame.num_rows:
         raise duplicate_key_error(spec)
+
+
+def key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
+    """Return the key columns of an upsert as Polars columns.
+
+    Polars finds the same keys equal as Spark: NaN is NaN, -0.0 is 0.0, and nested values are compared. Arrow
+    distinguishes -0.0 from 0.0, and cannot group nested values.
+    """
+    return pl.DataFrame({key: pl.Series(pl.from_arrow(to_comparable_column(rows[key]))) for key in spec.keys})
 
 
 def to_comparable_column(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -24,6 +24,7 @@ from pyiceberg.table import FileScanTask, Table
 from branchlake_dagster.history.manifests import column_facts, read_manifests
 from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
 from branchlake_dagster.tables.arrow_frames import (
+    key_columns,
     require_rows_inside,
     require_unique_keys,
     to_comparable_column,
@@ -325,11 +326,7 @@ def _match_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
 
     `spec.keys` are the key columns, which must be unique in `frame`. Null keys match nothing.
     """
-    keys = _key_columns(frame, spec).with_row_index(_ROW_COLUMN)
-    return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
+    keys = key_columns(frame, spec).with_row_index(_ROW_COLUMN)
+    return key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
         _ROW_COLUMN
     ]
-
-
-def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
-    return pl.DataFrame({key: pl.Series(pl.from_arrow(to_comparable_column(rows[key]))) for key in spec.keys})

@@ -247,6 +247,36 @@ def test_keys_that_are_null_or_repeated_are_refused(catalog: Catalog) -> None:
     assert len(table.snapshots()) == 1
 
 
+STRUCT, LIST = pa.struct([("a", pa.int64())]), pa.list_(pa.float64())
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "unique"),
+    [
+        (STRUCT, [{"a": 1}, {"a": 2}], True),
+        (STRUCT, [{"a": 1}, {"a": 1}], False),
+        (STRUCT, [{"a": 1}, {"a": None}], True),
+        (STRUCT, [{"a": 1}, None], False),
+        (LIST, [[1.0], [1.0, None]], True),
+        (LIST, [[1.0, -0.0], [1.0, 0.0]], False),
+        (pa.float64(), [0.5, 1.5], True),
+        (pa.float64(), [0.0, -0.0], False),
+        (pa.float32(), [float("nan"), float("nan")], False),
+        (pa.uuid(), [uuid.UUID(int=1).bytes, uuid.UUID(int=2).bytes], True),
+        (pa.int64(), [], True),
+    ],
+    ids=repr,
+)
+def test_keys_of_any_type_are_equal_as_in_spark(kind: pa.DataType, keys: list[Any], *, unique: bool) -> None:
+    frame = pa.table({"id": pa.array(keys, kind), "kind": pa.array(["x"] * len(keys), pa.string())})
+    spec = TableSpec(("shop", "t"), "upsert", ("id", "kind"))
+    if unique:
+        frame_conversion.require_unique_keys(frame, spec)
+    else:
+        with pytest.raises(UpsertKeyInvalid):
+            frame_conversion.require_unique_keys(frame, spec)
+
+
 # -- the commit ----------------------------------------------------------------------------------------
 
 
