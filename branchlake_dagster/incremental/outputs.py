@@ -27,12 +27,16 @@ def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
     """Return the table spec with the write mode that this write needs.
 
     If everything was consumed, the result replaces the whole table, or the run's partitions of a partitioned
-    asset. A result of changed ranges replaces the rows in these ranges (`replace_partitions`). Otherwise
-    `spec` is returned unchanged.
+    asset. The keys of an upsert must be unique there too. A result of changed ranges replaces the rows in
+    these ranges (`replace_partitions`). Otherwise `spec` is returned unchanged.
     """
     if consumption.whole:
         by_partition = consumption.consumer.tracks_partitions
-        return replace(spec, write_mode="replace_partitions" if by_partition else "replace_table")
+        return replace(
+            spec,
+            write_mode="replace_partitions" if by_partition else "replace_table",
+            replaces_upsert=spec.write_mode == "upsert",
+        )
     if replaces_ranges(consumption):
         return replace(spec, write_mode="replace_partitions")
     return spec

@@ -142,7 +142,7 @@ def plan_write(
     spec = request.spec if consumption is None else outputs.effective_spec(consumption, request.spec)
     if existing_table is not None:
         require_parquet(existing_table.metadata.properties, table_name=spec.name)
-    if spec.write_mode == "upsert":
+    if spec.requires_unique_keys:
         spark_frames.require_key_columns(spec, frame_schema.names)
     columns = spec.columns_by_dimension
     if existing_table is not None:
@@ -277,7 +277,7 @@ class TableWriter:
             rows, table_arrow_schema(schema, table_name=spec.name), table_name=spec.name
         )
         arrow_frames.require_rows_inside(rows, schema, spec, plan.selection)
-        if spec.write_mode == "upsert":
+        if spec.requires_unique_keys:
             arrow_frames.require_unique_keys(rows, spec)
         creation.append(rows, snapshot_properties=self._snapshot_properties(plan, schema))
         return creation.commit_transaction()

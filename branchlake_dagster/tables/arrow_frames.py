@@ -324,7 +324,7 @@ def write_frame(
     before anything is written.
     """
     require_rows_inside(frame, table.schema(), spec, selection)
-    if spec.write_mode == "upsert":
+    if spec.requires_unique_keys:
         require_unique_keys(frame, spec)
     with open_transaction(table) as transaction:
         if spec.write_mode in ("append", "upsert") or table.current_snapshot() is None:

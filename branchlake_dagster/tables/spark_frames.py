@@ -106,7 +106,7 @@ def write_spark_frame(
 
     Raises:
         PartitionMismatch: a row is outside the selection.
-        UpsertKeyInvalid: a key is null, not unique, or differs when the frame is computed again.
+        UpsertKeyInvalid: a key of an upsert is null, not unique, or differs when the frame is computed again.
     """
     column_names = {field.name for field in schema.fields}
     # A column that is null in all rows has no type, and the table may not have that column yet.
@@ -114,15 +114,13 @@ def write_spark_frame(
     if spec.write_mode == "upsert":
         _upsert_by_keys(frame, spec, schema, selection, properties, candidate_rows)
         return
+    if spec.requires_unique_keys:
+        valid_rows = _with_unique_keys(frame, spec, schema, selection).drop(_COPIES_COLUMN)
+        with _typed_upsert_errors(spec, schema, selection):
+            _append_or_replace(valid_rows, spec, schema, selection, properties)
+        return
     observed_frame, observation = _observe_rows_outside(frame, schema, selection)
-    writer = _write_to(observed_frame, spec, properties)
-    if spec.write_mode == "append":
-        writer.append()
-    elif spec.write_mode == "replace_table":
-        writer.overwrite(F.lit(True))
-    else:
-        assert selection is not None  # noqa: S101 - the mode implies partitions
-        writer.overwrite(F.expr(to_sql_predicate(selection, schema)))
+    _append_or_replace(observed_frame, spec, schema, selection, properties)
     if observation is not None and selection is not None:
         # A Connect server sends its observation by the end of the write. On a busy machine its listeners may
         # run too late and send nothing. Then the rows are counted again.
@@ -131,6 +129,24 @@ def write_spark_frame(
             outside_count = frame.filter(_is_outside(schema, selection)).count()
         if outside_count:
             raise partition_mismatch_error(spec, schema, selection, f"{outside_count} rows")
+
+
+def _append_or_replace(
+    frame: DataFrame,
+    spec: TableSpec,
+    schema: Schema,
+    selection: Selection | None,
+    properties: Mapping[str, str],
+) -> None:
+    """Write the frame by a write mode that matches no rows by keys."""
+    writer = _write_to(frame, spec, properties)
+    if spec.write_mode == "append":
+        writer.append()
+    elif spec.write_mode == "replace_table":
+        writer.overwrite(F.lit(True))
+    else:
+        assert selection is not None  # noqa: S101 - the mode implies partitions
+        writer.overwrite(F.expr(to_sql_predicate(selection, schema)))
 
 
 def _observe_rows_outside(
@@ -173,16 +189,8 @@ def _upsert_by_keys(
     frame. Otherwise, it reads the table's key columns in the files of the partitions, and in the files whose
     bounds overlap the time keys of the frame.
     """
-    require_key_columns(spec, frame.columns)
-    copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
-    keys_present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
-    unique_assertion = (
-        f"assert_true({_COPIES_COLUMN} = 1 AND {keys_present}, '{_NOT_UNIQUE_MESSAGE}') IS NULL"
-    )
-    # The window shuffles by the keys. The join of the MERGE needs the same shuffle.
-    source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
-    if selection is not None:
-        source = source.filter(inside_assertion(selection, schema, f"{_COPIES_COLUMN} < 1"))
+    # The window of the assertion shuffles by the keys. The join of the MERGE needs the same shuffle.
+    source = _with_unique_keys(frame, spec, schema, selection)
     with _typed_upsert_errors(spec, schema, selection):
         if spec.keeps_matched and candidate_rows == 0:
             _write_to(source.drop(_COPIES_COLUMN), spec, properties).append()
@@ -214,6 +222,26 @@ def _upsert_by_keys(
             if not spec.keeps_matched:
                 merge = merge.whenMatched().update(columns)
             merge.whenNotMatched().insert(columns).merge()
+
+
+def _with_unique_keys(
+    frame: DataFrame, spec: TableSpec, schema: Schema, selection: Selection | None
+) -> DataFrame:
+    """Return the frame with assertions that fail the Spark job, and with the column `_COPIES_COLUMN`.
+
+    The job fails at a key that is null or occurs twice, and at a row outside the selection. Raises
+    UpsertKeyInvalid if the frame lacks a key column.
+    """
+    require_key_columns(spec, frame.columns)
+    copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
+    keys_present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
+    unique_assertion = (
+        f"assert_true({_COPIES_COLUMN} = 1 AND {keys_present}, '{_NOT_UNIQUE_MESSAGE}') IS NULL"
+    )
+    source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
+    if selection is not None:
+        source = source.filter(inside_assertion(selection, schema, f"{_COPIES_COLUMN} < 1"))
+    return source
 
 
 @contextmanager

@@ -175,7 +175,8 @@ class TableSpec:
     `columns_by_dimension` maps a partition dimension to its column; the dimension of one-dimensional
     partitions is the empty string. `layout` and `properties` apply to a new table. `frozen` means that runs
     may not change the columns of the existing table. `keeps_matched` means that an upsert adds only the rows
-    with new keys.
+    with new keys. `replaces_upsert` means that the rows are the result of an upsert that was computed from
+    everything, so they replace what it wrote before.
     """
 
     identifier: tuple[str, ...]
@@ -187,6 +188,12 @@ class TableSpec:
     properties: Mapping[str, str] = field(default_factory=dict)
     frozen: bool = False
     keeps_matched: bool = False
+    replaces_upsert: bool = False
+
+    @property
+    def requires_unique_keys(self) -> bool:
+        """Whether each row of a frame must have its own key, without nulls."""
+        return self.write_mode == "upsert" or self.replaces_upsert
 
     @property
     def only_adds_rows(self) -> bool:

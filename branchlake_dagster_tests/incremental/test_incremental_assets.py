@@ -27,7 +27,13 @@ from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
-from branchlake_dagster.tables.errors import PartitionMismatch, PositionUnreadable, RowsRemoved, TableMissing
+from branchlake_dagster.tables.errors import (
+    PartitionMismatch,
+    PositionUnreadable,
+    RowsRemoved,
+    TableMissing,
+    UpsertKeyInvalid,
+)
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory
@@ -75,6 +81,32 @@ def test_changed_rows_are_appended_once(lakehouse: Lakehouse, namespace: str, or
         published(p, copy)
         published(p, copy)  # there is nothing more to take
         assert values(p, copy) == [("a", 1, 2), ("b", 2, 2), ("c", 3, 1)]
+
+
+@pytest.mark.parametrize("copies", [["a", "a"], ["a", None]], ids=["twice", "null"])
+def test_an_upsert_computed_from_everything_has_each_key_once(
+    lakehouse: Lakehouse, namespace: str, orders: Source, copies: list[Any]
+) -> None:
+    @dg.asset(
+        key=[namespace, "last"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | consumes({orders.key: "rows"}),
+    )
+    def last(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders
+
+    with project(lakehouse, orders.asset, last) as p:
+        orders.publish(p, *((account, 1) for account in copies))
+        p.run(last.key, ok=False)  # the first run creates the table
+        p.failed_with(UpsertKeyInvalid)
+        lakehouse.catalog().load_table(tuple(orders.key.path)).delete("true")
+        orders.publish(p, ("a", 2))
+        published(p, last)
+        orders.publish(p, *((account, 3) for account in copies))
+        p.run(last.key, ok=False, tags={"branchlake/rebuild": "true"})  # replaces the table's rows
+        p.failed_with(UpsertKeyInvalid)
+        assert values(p, last) == [("a", 2)]
 
 
 def test_a_run_that_is_not_published_has_consumed_nothing(

@@ -27,6 +27,8 @@ def asset_of(
 ) -> dg.AssetsDefinition:
     def spent(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
         made = orders.groupBy(*upsert).agg(F.sum("price").alias("spent"))
+        if source.drops_null:
+            made = made.filter("account IS NOT NULL")
         return made.withColumn("account", F.lit("other")) if source.mistaken else made
 
     spent.__annotations__ = {"orders": DataFrame}
@@ -39,9 +41,10 @@ def asset_of(
 
 
 class Orders(Source):
-    """Orders of accounts; `mistaken` makes the asset of them return rows of another one."""
+    """Orders of accounts; `mistaken` makes the asset of them return rows of another one, `drops_null` none of null."""
 
     mistaken = False
+    drops_null = False
 
     def __init__(self, namespace: str) -> None:
         super().__init__(namespace)
@@ -121,12 +124,16 @@ def test_the_longest_filter_of_rows_is_still_compiled(
     assert 1_000 < int(size) < 8_000
 
 
-def test_a_null_is_a_key_like_any_other_until_a_row_has_it(lakehouse: Lakehouse, namespace: str) -> None:
+def test_rows_with_a_null_key_may_go_but_not_come(lakehouse: Lakehouse, namespace: str) -> None:
     orders = Orders(namespace)
     spent = asset_of(orders, namespace, keys=["account"], upsert=["account"])
     with project(lakehouse, orders.asset, spent) as p:
         orders.publish(p, ("a", "x", 1), (None, "x", 2))
-        published(p, spent)  # everything takes the place of everything, and no key is matched
+        p.run(spent.key, ok=False)  # everything is computed, and creates the table
+        p.failed_with(UpsertKeyInvalid)
+        orders.drops_null = True
+        published(p, spent)
+        orders.drops_null = False
         orders.delete(lakehouse, "account is null")
         orders.publish(p, ("a", "x", 1))
         published(p, spent)
@@ -134,6 +141,31 @@ def test_a_null_is_a_key_like_any_other_until_a_row_has_it(lakehouse: Lakehouse,
         orders.publish(p, (None, "x", 3))
         p.run(spent.key, ok=False)
         p.failed_with(UpsertKeyInvalid)
+        p.run(spent.key, ok=False, tags={"branchlake/rebuild": "true"})  # replaces the table's rows
+        p.failed_with(UpsertKeyInvalid)
+        assert values(p, spent) == [("a", 2)]
+
+
+def test_a_result_of_everything_has_each_key_once(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Orders(namespace)
+
+    def last(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+        return orders
+
+    last.__annotations__ = {"orders": DataFrame}
+    asset = dg.asset(
+        key=[namespace, "last"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        partitions_def=dg.StaticPartitionsDefinition(["x", "y"]),
+        metadata=table_metadata(write_mode="upsert", keys=["account"], partition_by="kind", **FREE)
+        | consumes({orders.key: "rows"}),
+    )(last)
+    with project(lakehouse, orders.asset, asset) as p:
+        orders.publish(p, ("a", "x", 1), ("a", "x", 1), ("b", "y", 2))
+        p.run(asset.key, partition="x", ok=False)
+        p.failed_with(UpsertKeyInvalid)
+        published(p, asset, partition="y")
+        assert values(p, asset) == [("b", "y", 2)]
 
 
 def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str) -> None:

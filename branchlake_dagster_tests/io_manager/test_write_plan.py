@@ -109,6 +109,14 @@ def test_a_result_computed_from_everything_replaces_the_table(
     assert not plan.matches_rows
 
 
+@pytest.mark.parametrize("name", ["none", "filled"])
+def test_a_result_of_an_upsert_computed_from_everything_needs_its_keys(
+    tables: dict[str, Table | None], name: str
+) -> None:
+    with raising(UpsertKeyInvalid, table="shop.prices"):
+        plan_write(request("upsert", keys=("ean",)), SCHEMA, tables[name], consuming(whole=True))
+
+
 @pytest.mark.parametrize("name", ["none", "empty", "filled"])
 def test_changed_keys_replace_rows_also_where_no_row_can_match(
     tables: dict[str, Table | None], name: str
