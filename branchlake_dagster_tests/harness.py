@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import dagster as dg
@@ -141,7 +142,12 @@ def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Public
 
 
 @contextmanager
-def project(lake: Lakehouse, *parts: Any, instance: dg.DagsterInstance | None = None) -> Iterator[Project]:
+def project(
+    lake: Lakehouse,
+    *parts: Any,
+    instance: dg.DagsterInstance | None = None,
+    resources: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Project]:
     """A project of assets and asset checks, with a new instance on Dagster's default storage unless given one."""
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
@@ -152,7 +158,9 @@ def project(lake: Lakehouse, *parts: Any, instance: dg.DagsterInstance | None = 
     machinery = branchlake_definitions(lake.settings, lakehouse=resource)
     merged = dg.Definitions.merge(
         machinery,
-        dg.Definitions(assets=assets, asset_checks=checks, executor=dg.in_process_executor),
+        dg.Definitions(
+            assets=assets, asset_checks=checks, executor=dg.in_process_executor, resources=dict(resources)
+        ),
     )
     with nullcontext(instance) if instance else new_instance() as its_instance:
         yield Project(lake, its_instance, merged)

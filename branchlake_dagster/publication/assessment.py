@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from branchlake_dagster.publication.verdict import (
     Verdict,
     WrittenPartition,
     judge_evidence,
+    waive_unwritten_checks,
 )
 from branchlake_dagster.runs.branch_commits import (
     BranchCommits,
@@ -61,9 +62,8 @@ from branchlake_dagster.runs.run_tags import (
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
 from branchlake_dagster.tables.specification import (
-    format_table_name,
+    find_table_name,
     parse_exclusive_name,
-    table_identifier,
     unwrap_metadata,
 )
 
@@ -81,7 +81,7 @@ def collect_evidence(
     runs: Sequence[DagsterRun],
     graph: AssetGraph,
     *,
-    write_set: frozenset[str],
+    write_set: frozenset[str] | None,
     default_namespace: str,
     require_checks: bool,
 ) -> RunEvidence:
@@ -89,7 +89,8 @@ def collect_evidence(
 
     `runs` are in order, oldest first, and not empty. A later event of the same check or partition replaces an
     earlier one. The evidence counts as succeeded if the last run has succeeded. `write_set` has the dotted
-    names of the tables that the branch changed. `require_checks` is the default for assets that do not
+    names of the tables that the branch changed. If it is None, they are unknown: every materialized asset
+    may have changed its table. `require_checks` is the default for assets that do not
     declare it. Costs one query to Dagster's event log per run and 1,000 events.
     """
     planned_checks: set[tuple[CheckName, str | None]] = set()
@@ -137,9 +138,13 @@ def collect_evidence(
                 _to_written_partition(position, record, materialization)
             )
     rules = {
-        asset: _build_asset_rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
+        asset: _build_asset_rules(
+            AssetKey.from_user_string(asset), graph, write_set, default_namespace, require_checks
+        )
         for asset in {asset for asset, _ in written_partitions}
     }
+    if write_set is not None:
+        rules = waive_unwritten_checks(rules, write_set)
     last_run = runs[-1]
     return RunEvidence(
         last_run.run_id,
@@ -148,7 +153,7 @@ def collect_evidence(
         evaluations,
         written_partitions,
         rules,
-        write_set,
+        write_set or frozenset(),
         frozenset(loaded_tables),
         frozenset(read_tables),
         frozenset(unnamed_reads),
@@ -210,12 +215,18 @@ def _event_metadata(event: DagsterEvent) -> Mapping[str, Any]:
 
 
 def _build_asset_rules(
-    key: AssetKey, graph: AssetGraph, default_namespace: str, require_checks: bool
+    key: AssetKey,
+    graph: AssetGraph,
+    write_set: frozenset[str] | None,
+    default_namespace: str,
+    require_checks: bool,
 ) -> AssetRules:
-    table = format_table_name(table_identifier(key, default_namespace))
+    table = find_table_name(key, default_namespace)
     if not graph.has(key):
-        # The asset was removed from the code after the run's launch, so its required checks are not known.
-        return AssetRules(table, frozenset(), demands_checks=True)
+        # If its table changed, the asset was removed from the code after the run's launch, so its required
+        # checks are not known. Otherwise the event is about something outside the lake, such as a dashboard.
+        may_be_written = table is not None and (write_set is None or table in write_set)
+        return AssetRules(table, frozenset(), demands_checks=may_be_written)
     node = graph.get(key)
     demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
     return AssetRules(
@@ -223,20 +234,21 @@ def _build_asset_rules(
         frozenset(check.name for check in node.check_keys),
         bool(demands_checks),
         {
-            check.name: frozenset(
-                format_table_name(table_identifier(entity_key, default_namespace))
-                for entity_key in graph.get(check).parent_entity_keys
-            )
+            check.name: _table_names(graph.get(check).parent_entity_keys, default_namespace)
             for check in node.check_keys
             if covers_whole_table(graph.get(check))
         },
         unwrap_metadata(node.metadata.get(AssetMetadata.ISOLATION)) == "serializable",
-        frozenset(
-            format_table_name(table_identifier(parent, default_namespace)) for parent in node.parent_keys
-        ),
-        parse_exclusive_name(node.metadata, table),
+        _table_names(node.parent_keys, default_namespace),
+        parse_exclusive_name(node.metadata, key.to_user_string()),
         unwrap_metadata(node.metadata.get(AssetMetadata.COLUMNS)) == "freeze",
     )
+
+
+def _table_names(keys: Iterable[AssetKey], default_namespace: str) -> frozenset[str]:
+    """Return the dotted names of the assets' tables. Keys that cannot name a table are left out."""
+    tables = (find_table_name(key, default_namespace) for key in keys)
+    return frozenset(table for table in tables if table is not None)
 
 
 def covers_whole_table(check: Any) -> bool:

@@ -309,13 +309,16 @@ def report_outcome(
     if current is not None and tags.items() <= current_tags.items():
         return 0
     # Automation follows these reports, so every published partition is reported. For others, examples
-    # suffice.
-    partitions = list(
-        islice(report.evidence.written_partitions.items(), None if report.publication else _MAX_EXAMPLES)
+    # suffice. An asset whose key cannot name a table has no data in the lake, so nothing is reported on it.
+    lake_partitions = (
+        (key, written)
+        for key, written in report.evidence.written_partitions.items()
+        if _table_name(report, key[0]) is not None
     )
+    partitions = list(islice(lake_partitions, None if report.publication else _MAX_EXAMPLES))
     reported_count = _count_reported(current_tags, run_id)
     run_metadata = _build_run_metadata(report, main_view)
-    tables = {_table_name(report, asset) for (asset, _), _ in partitions}
+    tables = {table for (asset, _), _ in partitions if (table := _table_name(report, asset)) is not None}
     row_counts = _load_row_counts(report, tables, main_view)
     if report.is_revoked:
         revoke_materializations(
@@ -327,7 +330,7 @@ def report_outcome(
 
     def build_observation(asset: str, partition: str | None, written: WrittenPartition) -> AssetObservation:
         asset_metadata = _build_asset_metadata(
-            report, asset, partition, written, row_counts[_table_name(report, asset)]
+            report, asset, partition, written, row_counts[_table_name(report, asset) or ""]
         )
         key = AssetKey.from_user_string(asset)
         return AssetObservation(
@@ -351,7 +354,7 @@ def report_outcome(
     return 0
 
 
-def _table_name(report: RunReport, asset: str) -> str:
+def _table_name(report: RunReport, asset: str) -> str | None:
     return report.evidence.rules[asset].table
 
 
@@ -369,7 +372,7 @@ def _load_row_counts(
             report.evidence.written_partitions.items(), key=lambda entry: entry[1].timestamp
         ):
             table = _table_name(report, asset)
-            if table not in report.rebased and written.rows is not None:
+            if table is not None and table not in report.rebased and written.rows is not None:
                 row_counts[table] = written.rows
     uncounted_tables = [table for table in tables if table not in row_counts]
     return {

@@ -103,7 +103,7 @@ def _judge_run(
         instance,
         [run],
         graph,
-        write_set=frozenset(),
+        write_set=None,
         default_namespace=settings.default_namespace,
         require_checks=settings.require_checks,
     )

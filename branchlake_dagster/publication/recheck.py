@@ -305,7 +305,7 @@ class Recheck:
                 self._instance,
                 [run],
                 self._graph,
-                write_set=frozenset(),
+                write_set=None,
                 default_namespace=self._default_namespace,
                 require_checks=False,
             )

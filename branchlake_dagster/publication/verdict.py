@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from branchlake_dagster.lakehouse.lakehouse import sql_name
@@ -78,14 +78,15 @@ class WrittenPartition:
 class AssetRules:
     """The rules of an asset in the current definitions.
 
-    `table` is the dotted name of its table, and `checks` are the names of its checks. `demands_checks` is
-    true if the asset may not be published without a check. `whole_table_checks` has the names of the tables
-    that each check reads, for checks that read all rows. `serializable` is true if the asset declares
-    serializable isolation. `upstream_tables` are the tables of the assets that it depends on. `lease_name` is
-    the name of its exclusive lease, or None. `columns_frozen` is true if runs may not change its columns.
+    `table` is the dotted name of its table; None if its key cannot name a table. `checks` are the names of
+    its checks. `demands_checks` is true if the asset may not be published without a check.
+    `whole_table_checks` has the names of the tables that each check reads, for checks that read all rows.
+    `serializable` is true if the asset declares serializable isolation. `upstream_tables` are the tables of
+    the assets that it depends on. `lease_name` is the name of its exclusive lease, or None. `columns_frozen`
+    is true if runs may not change its columns.
     """
 
-    table: str
+    table: str | None
     checks: frozenset[str]
     demands_checks: bool
     whole_table_checks: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -163,7 +164,28 @@ class RunEvidence:
     @property
     def frozen_tables(self) -> frozenset[str]:
         """The tables of written assets whose columns runs may not change."""
-        return frozenset(rules.table for rules in self.rules.values() if rules.columns_frozen)
+        return frozenset(
+            rules.table for rules in self.rules.values() if rules.columns_frozen and rules.table is not None
+        )
+
+
+def waive_unwritten_checks(
+    rules: Mapping[str, AssetRules], write_set: frozenset[str]
+) -> dict[str, AssetRules]:
+    """Return the rules of a run's assets; those of assets whose table did not change demand no checks.
+
+    Nothing of such an asset is published: it belongs to another IO manager, or it had no rows to write. If a
+    changed table belongs to none of the assets, any of them may have written it, so all keep their checks.
+    The other rules stay: an asset may be serializable or exclusive without a table.
+    """
+    if write_set - {asset_rules.table for asset_rules in rules.values()}:
+        return dict(rules)
+    return {
+        asset: asset_rules
+        if asset_rules.table in write_set
+        else replace(asset_rules, checks=frozenset(), demands_checks=False)
+        for asset, asset_rules in rules.items()
+    }
 
 
 class Decision(StrEnum):
@@ -273,7 +295,8 @@ def _list_failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
         check for check, result in evidence.evaluations.items() if result.is_blocking and not result.passed
     ]
     assets = {asset for (asset, _), _ in failing} & evidence.rules.keys()
-    return tuple(sorted({evidence.rules[asset].table for asset in assets}))
+    tables = {evidence.rules[asset].table for asset in assets}
+    return tuple(sorted(table for table in tables if table is not None))
 
 
 def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:

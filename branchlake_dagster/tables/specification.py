@@ -231,6 +231,14 @@ def table_identifier(asset_key: AssetKey, default_namespace: str) -> tuple[str, 
     return tuple(asset_key.path) if len(asset_key.path) > 1 else (default_namespace, *asset_key.path)
 
 
+def find_table_name(asset_key: AssetKey, default_namespace: str) -> str | None:
+    """Return the dotted name of an asset's table, or None if the key cannot name a table of the lake."""
+    try:
+        return format_table_name(table_identifier(asset_key, default_namespace))
+    except ConfigurationError:
+        return None
+
+
 def format_table_name(identifier: Sequence[str]) -> str:
     """Return the dotted name of an identifier. `ContentKey.from_path` parses it."""
     return ContentKey(identifier).name

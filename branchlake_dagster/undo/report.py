@@ -17,7 +17,7 @@ from branchlake_dagster.runs.discarding import iter_materializations, load_newes
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import RunState, build_status_tag, find_run_location, shorten_tag_value
 from branchlake_dagster.stored_names import EventMetadata, RunTag
-from branchlake_dagster.tables.specification import format_table_name, table_identifier
+from branchlake_dagster.tables.specification import find_table_name
 from branchlake_dagster.undo.result import Undo
 
 _BATCH_SIZE = 200
@@ -95,7 +95,7 @@ def _build_observations(
     for run_id in run_ids:
         for key, partition, _ in iter_materializations(instance, run_id):
             shown_partition = partition if with_partitions else None
-            table = format_table_name(table_identifier(key, lake.settings.default_namespace))
+            table = find_table_name(key, lake.settings.default_namespace)
             if table not in tables or (key, shown_partition) in seen:
                 continue
             if load_newest_run_id(instance, key, partition) not in run_ids:

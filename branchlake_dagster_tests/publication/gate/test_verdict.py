@@ -19,6 +19,7 @@ from branchlake_dagster.publication.verdict import (
     Verdict,
     WrittenPartition,
     judge_evidence,
+    waive_unwritten_checks,
 )
 
 A = "lake/a"
@@ -324,6 +325,25 @@ def test_published_if_and_only_if_every_defined_check_answered_well(
     assert told.decision is expected, told
     assert bool(told.reasons) is told.blocked
     assert told.checks_passed <= told.checks_total
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(runs(), st.data())
+def test_only_assets_without_a_changed_table_need_no_checks(
+    case: tuple[RunEvidence, bool, Decision], data: st.DataObject
+) -> None:
+    evidence, strict, _ = case
+    changed = frozenset(data.draw(st.sets(st.sampled_from(["lake.a", "lake.b", "lake.side"]))))
+    told = judge_evidence(
+        replace(evidence, write_set=changed, rules=waive_unwritten_checks(evidence.rules, changed)),
+        strict_tables=strict,
+    )
+    has_owners = changed <= {rule.table for rule in evidence.rules.values()}
+    needed = {
+        asset: rule for asset, rule in evidence.rules.items() if rule.table in changed or not has_owners
+    }
+    expected = judge_evidence(replace(evidence, write_set=changed, rules=needed), strict_tables=strict)
+    assert (told.decision, told.reasons) == (expected.decision, expected.reasons)
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)

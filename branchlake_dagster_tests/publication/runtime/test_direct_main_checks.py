@@ -78,6 +78,14 @@ def test_a_failing_check_on_main_is_loud(lake: Lakehouse, namespace: str) -> Non
         assert settle(p) == []
 
 
+def test_a_run_without_a_check_is_not_called_published(lake: Lakehouse, namespace: str) -> None:
+    with project(lake, checked(namespace, passed=True)[0]) as p:
+        p.run()
+        (outcome,) = settle(p)
+        assert outcome.verdict is not None
+        assert (outcome.verdict.codes, outcome.publication) == (("no_check",), None)
+
+
 def test_without_the_setting_the_run_fails(lake: Lakehouse, lakehouse: Lakehouse, namespace: str) -> None:
     with project(lakehouse, *checked(namespace, passed=True)) as p:
         p.run(ok=False)
