@@ -132,7 +132,7 @@ def publish(
         instance (Optional[DagsterInstance]): The instance that has the run. (default: the one of
             `DAGSTER_HOME`)
         lakehouse (Optional[Lakehouse | LakehouseResource]): The lake. (default: the `LakehouseResource`
-            among the resources of `definitions`)
+            of the run's lake among the resources of `definitions`)
 
     Returns:
         RunOutcome: The status, the reasons if the run is not published, and the commit if it is. A blocked
@@ -141,7 +141,8 @@ def publish(
     Raises:
         RunUnknown: The instance does not have this run. A run of `dg.materialize(…)` without an `instance`
             is forgotten when it ends.
-        ConfigurationError: The definitions have no `LakehouseResource`, and `lakehouse` is None.
+        ConfigurationError: The definitions have no `LakehouseResource` and `lakehouse` is None; or the run
+            wrote to another lake; or several resources have different settings for its lake.
 
     Examples:
         .. code-block:: python
@@ -174,7 +175,7 @@ def publish(
             else f"the run ended as {dagster_run.status.value.lower()}"
         )
         return RunOutcome(run_id, RunState.DISCARDED, (reason,))
-    lake = _find_lake(definitions, lakehouse)
+    lake = _find_lake(definitions, lakehouse, dagster_run)
     reconciler = Reconciler.from_lake(lake, instance, definitions.resolve_asset_graph())
     outcome: Outcome | None = None
     for _ in range(_MAX_PASSES):
@@ -187,18 +188,44 @@ def publish(
     return _to_run_outcome(run_id, outcome)
 
 
-def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None) -> Lakehouse:
-    resources = (definitions.resources or {}).values()
-    configured_lake = lakehouse or next(
-        (resource for resource in resources if isinstance(resource, LakehouseResource)), None
-    )
-    if configured_lake is None:
+def _find_lake(
+    definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None, run: dg.DagsterRun
+) -> Lakehouse:
+    """Return the lake that the run wrote to: `lakehouse`, or the resource of that lake in the definitions.
+
+    Raises ConfigurationError if that is another lake, or if resources have different settings for it.
+    """
+    resources = [lakehouse] if lakehouse is not None else (definitions.resources or {}).values()
+    lakes = [
+        (resource, resource.effective() if isinstance(resource, LakehouseResource) else resource.settings)
+        for resource in resources
+        if isinstance(resource, Lakehouse | LakehouseResource)
+    ]
+    if not lakes:
         raise ConfigurationError(
             "The definitions have no LakehouseResource among their resources, so the lake is unknown.",
             hint="Merge branchlake_definitions() into the definitions, or call publish(…, lakehouse=…).",
             reason="lake_unknown",
         )
-    return configured_lake.lakehouse if isinstance(configured_lake, LakehouseResource) else configured_lake
+    lake_id = run.tags.get(RunTag.LAKE)
+    own_lakes = [(lake, settings) for lake, settings in lakes if lake_id in (None, settings.lake_id)]
+    if not own_lakes:
+        raise ConfigurationError(
+            "The run wrote to another lake than "
+            + ("those of the definitions." if lakehouse is None else "the one given as `lakehouse`."),
+            run_id=run.run_id,
+            hint="Pass its lake, with the run's Nessie and warehouse: publish(…, lakehouse=…).",
+            reason="lake_differs",
+        )
+    if any(settings.model_dump() != own_lakes[0][1].model_dump() for _, settings in own_lakes):
+        raise ConfigurationError(
+            f"The definitions have {len(own_lakes)} lakes with different settings that may be the run's.",
+            run_id=run.run_id,
+            hint="Pass the one whose settings judge the run: publish(…, lakehouse=…).",
+            reason="lake_ambiguous",
+        )
+    lake, _ = own_lakes[0]
+    return lake.lakehouse if isinstance(lake, LakehouseResource) else lake
 
 
 def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
