@@ -37,9 +37,11 @@ from branchlake_dagster.io_manager import loading as op_values
 from branchlake_dagster.io_manager.loading import (
     RowPartitions,
     StoredRows,
+    checks_whole_table,
     delivered_columns,
     format_preview,
     input_columns,
+    select_input_partitions,
     wants_stored_rows,
 )
 from branchlake_dagster.io_manager.table_writer import TableWriter, WriteRequest
@@ -275,6 +277,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def load_input(self, context: InputContext) -> Any:
         """Load an upstream asset, limited to the partitions that its partition mapping selects.
 
+        Rows of no partition are left out, such as those of deleted keys. Only a check without partitions gets
+        all rows of the table that it checks.
+
         The type annotation of the input decides which frame is returned. If the asset consumes changes of the
         input, only these are loaded. `AssetIn(metadata={"columns": […]})` limits the columns. For an input
         without asset, the value that the upstream op returned is loaded. An asset that reads its own earlier
@@ -395,12 +400,10 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     ) -> Selection | None:
         if definition is None or not spec.columns_by_dimension:
             return None
+        if _is_in_step(context) and checks_whole_table(context):
+            return None
         keys = [key for key in context.asset_partition_keys if key not in excluded_keys]
-        if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
-            return None  # all partitions: read the whole table, without a long predicate
-        return select_partitions(
-            keys, definition, spec.columns_by_dimension, schema=schema, table_name=spec.name
-        )
+        return select_input_partitions(keys, definition, spec, schema)
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:

@@ -17,14 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from dagster import FilesystemIOManager, InputContext, OutputContext, build_init_resource_context
 from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.manifests import read_added_files
 from branchlake_dagster.tables.errors import UnsupportedType
-from branchlake_dagster.tables.selection import Selection
-from branchlake_dagster.tables.specification import unwrap_metadata
+from branchlake_dagster.tables.selection import Selection, select_partitions
+from branchlake_dagster.tables.specification import TableSpec, unwrap_metadata
 from branchlake_dagster.wording import format_names
 
 INPUT_COLUMNS = "columns"
@@ -68,6 +69,51 @@ def delivered_columns(columns: Sequence[str], existing: Sequence[str], frame: Se
     about the change, such as `_change_type`, is one that the table lacks.
     """
     return [*columns, *(name for name in frame if name not in existing)]
+
+
+def select_input_partitions(
+    keys: Sequence[str], definition: dg.PartitionsDefinition[str], spec: TableSpec, schema: Schema
+) -> Selection:
+    """Select the rows of the given partitions in an input's table: exactly these, also if they are all.
+
+    A table may have rows of no partition: those of deleted keys, or older rows of an adopted table. `keys`
+    are different keys of `definition`, as Dagster maps them. `schema` is the schema of the table. Raises
+    the errors of `select_partitions`.
+    """
+    map_window = None
+    if isinstance(definition, dg.TimeWindowPartitionsDefinition) and (
+        whole := _whole_window(keys, definition)
+    ):
+        # One range of time, without the computation of thousands of windows.
+        keys, map_window = keys[:1], lambda *_: whole
+    return select_partitions(
+        keys,
+        definition,
+        spec.columns_by_dimension,
+        schema=schema,
+        table_name=spec.name,
+        map_window=map_window,
+    )
+
+
+def _whole_window(keys: Sequence[str], definition: dg.TimeWindowPartitionsDefinition) -> dg.TimeWindow | None:
+    """Return the window of all partitions together; None if `keys` are not all, or if some are excluded."""
+    if definition.exclusions or len(keys) != definition.get_num_partitions():
+        return None
+    first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
+    return dg.TimeWindow(first.start, last.end) if first is not None and last is not None else None
+
+
+def checks_whole_table(context: dg.InputContext) -> bool:
+    """Return whether the input is the asset that a check without partitions checks.
+
+    Such a check is about all rows of the table, also about those of no partition.
+    """
+    checks = context.step_context.assets_def
+    if checks is None or checks.keys:
+        return False
+    specs = [spec for spec in checks.check_specs if spec.asset_key == context.asset_key]
+    return bool(specs) and all(spec.partitions_def is None for spec in specs)
 
 
 _STORED = "branchlake/stored_rows"

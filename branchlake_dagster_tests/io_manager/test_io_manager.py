@@ -1,6 +1,6 @@
 """The IO manager on real Iceberg tables, without Spark: types, partitions, write modes, schema, fences."""
 
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,14 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyiceberg.io import load_file_io
-from pyiceberg.types import LongType, StringType
+from pyiceberg.schema import Schema
+from pyiceberg.types import LongType, NestedField, StringType, TimestamptzType
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.catalog.stored_files import list_prefixes, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.io_manager.loading import select_input_partitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
@@ -30,7 +32,8 @@ from branchlake_dagster.tables.errors import (
     TableMissing,
     UnsupportedType,
 )
-from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.selection import Selection, TimeRange
+from branchlake_dagster.tables.specification import TableSpec, table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 
@@ -246,6 +249,108 @@ def test_dynamic_partitions_and_the_whole_of_them(lakehouse: Lakehouse, namespac
             p.settle(p.run(dg.AssetKey([namespace, "t"]), partition=key))
         p.run(dg.AssetKey([namespace, "all"]))
         assert seen == ["x", "y"]
+
+
+def loads(source: dg.AssetKey, namespace: str, seen: list[Any]) -> dg.AssetsDefinition:
+    """An asset without partitions that notes the values `n` that it gets of all partitions of `source`."""
+
+    @dg.asset(
+        key=[namespace, "all"], ins={"t": dg.AssetIn(source)}, metadata=table_metadata(require_checks=False)
+    )
+    def everything(t: pl.DataFrame) -> None:
+        seen.append(sorted(t["n"]))
+
+    return everything
+
+
+def numbered(namespace: str, definition: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=definition,
+        metadata=table_metadata(partition_by="part", require_checks=False),
+    )
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"part": [context.partition_key], "n": [ord(context.partition_key)]})
+
+    return t
+
+
+def test_rows_of_partitions_that_exist_no_more_are_not_loaded(lakehouse: Lakehouse, namespace: str) -> None:
+    seen: list[Any] = []
+    letters = dg.DynamicPartitionsDefinition(name=f"letters_{namespace}")
+    t = numbered(namespace, letters)
+    everything = loads(t.key, namespace, seen)
+    with project(lakehouse, t, everything) as p:
+        p.instance.add_dynamic_partitions(letters.name, ["a", "b"])
+        for key in ("a", "b"):
+            p.settle(p.run(t.key, partition=key))
+        p.instance.delete_dynamic_partition(letters.name, "b")
+        p.run(everything.key)
+        p.instance.delete_dynamic_partition(letters.name, "a")
+        p.run(everything.key)
+    for keys in (["a", "b"], ["b"], ["c"]):
+        with project(lakehouse, numbered(namespace, dg.StaticPartitionsDefinition(keys)), everything) as p:
+            p.run(everything.key)
+    assert seen == [[97], [], [97, 98], [98], []]
+
+
+@pytest.mark.parametrize("days", [1, 60])
+def test_rows_of_no_partition_are_loaded_by_checks_of_the_whole_table_only(
+    lakehouse: Lakehouse, namespace: str, days: int
+) -> None:
+    first = date(2026, 1, 1)
+    older, last, later = first - timedelta(1), first + timedelta(days - 1), first + timedelta(days)
+    catalog = lakehouse.catalog()
+    catalog.create_namespace_if_not_exists((namespace,))
+    adopted = pa.table({"day": pa.array([older, None, last, later], pa.date32()), "n": [1, 2, 3, 4]})
+    catalog.create_table((namespace, "t"), adopted.schema).append(adopted)
+    definition = dg.DailyPartitionsDefinition(str(first), end_date=str(later))
+    seen: list[Any] = []
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=definition,
+        metadata=table_metadata(partition_by="day", write_mode="append"),
+    )
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"day": [last], "n": [5]})
+
+    @dg.asset_check(asset=t, partitions_def=definition)
+    def of_the_run(t: pl.DataFrame) -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=sorted(t["n"]) == [3, 5])
+
+    @dg.asset_check(asset=t, metadata={"branchlake/scope": "table"})
+    def of_the_table(t: pl.DataFrame) -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=sorted(t["n"]) == [1, 2, 3, 4, 5])
+
+    everything = loads(t.key, namespace, seen)
+    with project(lakehouse, t, of_the_run, of_the_table, everything) as p:
+        assert p.settle(p.run(t.key, partition=str(last))).state is RunState.PUBLISHED
+        p.run(everything.key)
+    assert seen == [[3, 5]]
+
+
+def test_all_windows_are_one_range_without_those_that_are_excluded() -> None:
+    schema = Schema(NestedField(1, "at", TimestamptzType()))
+    spec = TableSpec(("shop", "t"), "append", (), {"": "at"})
+
+    def selected(definition: dg.TimeWindowPartitionsDefinition) -> Selection:
+        return select_input_partitions(definition.get_partition_keys(), definition, spec, schema)
+
+    (hours,) = selected(HOURLY).slices
+    assert hours == (TimeRange("at", at(0), at(0) + timedelta(days=1)),)
+    excluding = dg.TimeWindowPartitionsDefinition(
+        start=HOURLY.start,
+        end=HOURLY.end,
+        fmt="%Y-%m-%d-%H:%M",
+        cron_schedule="0 * * * *",
+        exclusions=[at(3)],
+    )
+    assert selected(excluding).slices == (
+        (TimeRange("at", at(0), at(3)),),
+        (TimeRange("at", at(4), at(0) + timedelta(days=1)),),
+    )
+    assert select_input_partitions([], HOURLY, spec, schema).slices == ()
 
 
 def test_append_keeps_existing_rows(lakehouse: Lakehouse, namespace: str) -> None:
