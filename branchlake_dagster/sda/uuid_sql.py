@@ -24,7 +24,8 @@ def uuid5_digest_sql(namespace: UUID, name_sql: str) -> str:
 
 def uuid5_from_digest_sql(digest: str) -> str:
     """Return the SQL expression of a version 5 UUID. `digest` is the column with its SHA-1 digest."""
-    variant = f"lower(hex((cast(conv(substr({digest}, 17, 1), 16, 10) as int) & 3) | 8))"
+    # The two highest bits of this digit are the variant, 10.
+    variant = f"translate(substr({digest}, 17, 1), '0123456789abcdef', '89ab89ab89ab89ab')"
     return (
         f"concat(substr({digest}, 1, 8), '-', substr({digest}, 9, 4), '-5', substr({digest}, 14, 3), '-',"
         f" {variant}, substr({digest}, 18, 3), '-', substr({digest}, 21, 12))"

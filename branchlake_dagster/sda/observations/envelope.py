@@ -158,7 +158,12 @@ def identify_measurements(
     first = Window.partitionBy("observation_id").orderBy(
         rank, "received_at", "topic_partition", "topic_offset"
     )
-    return identified.withColumn("copy", F.row_number().over(first)).where("copy = 1").drop("copy")
+    # Not row_number() = 1: Spark would sort all rows once more before the shuffle, to leave out few copies.
+    return (
+        identified.withColumn("earlier_copy", F.lag(F.lit(True)).over(first))
+        .where("earlier_copy IS NULL")
+        .drop("earlier_copy")
+    )
 
 
 def build_observations(measurements: DataFrame, *, data_mode: str) -> DataFrame:
