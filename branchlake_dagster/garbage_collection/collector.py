@@ -377,7 +377,7 @@ class FileCollector:
         new_states = one.history.update()
         walked = self._monotonic()
         one.reachable.add_states(new_states)
-        self._forget_swept_states(one)
+        self._forget_swept_files(one)
         marked = self._monotonic()
         one.deadline = marked + self._budget_s
         one.folders = self._find_table_folders(one)
@@ -400,20 +400,24 @@ class FileCollector:
             list_s=listed - marked,
         )
 
-    def _forget_swept_states(self, one: _Pass) -> None:
-        """Forget unreadable states that no reference needs, apart from the tags of a clean-up.
+    def _forget_swept_files(self, one: _Pass) -> None:
+        """Forget unreadable files that no reference needs, apart from the tags of a clean-up.
 
-        The clean-up of discarded runs deletes metadata files before its own tag (`ReferencePrefix.SWEEPING`),
-        so these files may be missing. Reads the references again if a state is unreadable.
+        The clean-up of discarded runs deletes the files of a run before its own tag
+        (`ReferencePrefix.SWEEPING`), so these files may be missing. If a file is unreadable and there are
+        such states, reads the references again, and marks the other states once more, from the cache.
         """
-        unreadable = one.reachable.unreadable_states
-        if not unreadable:
+        if not one.reachable.unreadable_files:
             return
         history = LiveHistory(
             self._client, self.rules.horizon, one.now, ignored_prefixes=(ReferencePrefix.SWEEPING,)
         )
         history.update()
-        one.reachable.forget_states(unreadable - history.states.keys())
+        if one.history.states.keys() <= history.states.keys():
+            return
+        needed = ReachableFiles(self._properties, one.keyer, self._files.canonical, one.cache, self._progress)
+        needed.add_states(list(history.states.values()))
+        one.reachable.replace_damage(needed)
 
     def _find_table_folders(self, one: _Pass) -> dict[str, str]:
         """Return the folders of all tables that were ever found, each with its table's name.

@@ -282,14 +282,12 @@ class ReachableFiles:
         self.damaged_tables: dict[str, str] = {}
         """Names of tables with a file that could not be read -> the location of the first such file."""
 
-    def forget_states(self, locations: Collection[str]) -> None:
-        """Forget that these metadata files could not be read, because no reference needs them any more."""
-        self.unreadable_states -= set(locations)
-        for marks in (self.protected_folders, self.damaged_tables):
-            for name in [name for name, location in marks.items() if location in locations]:
-                del marks[name]
-        for location in self.unreadable_states:
-            self._protect(self._warehouse, location)
+    def replace_damage(self, other: ReachableFiles) -> None:
+        """Take the unreadable files, and what is kept because of them, from `other`. The keys stay."""
+        self.protected_folders = dict(other.protected_folders)
+        self.unreadable_files = set(other.unreadable_files)
+        self.unreadable_states = set(other.unreadable_states)
+        self.damaged_tables = dict(other.damaged_tables)
 
     def add_states(self, states: Sequence[LiveState]) -> None:
         """Mark all files that are reachable from these states.

@@ -705,16 +705,36 @@ def test_a_metadata_file_that_is_damaged_between_two_batches_stops_the_plan(
     assert sum(Path(path).exists() for path in strays) == 2
 
 
-@pytest.mark.parametrize("prefix", ["sweeping-", "discarded-"])
+@pytest.mark.parametrize(
+    ("prefix", "kind"),
+    [
+        ("sweeping-", "metadata"),
+        ("discarded-", "metadata"),
+        ("sweeping-", "manifest list"),
+        ("discarded-", "manifest"),
+    ],
+)
 def test_a_sweep_beside_a_collection_does_not_stop_it(
-    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch, prefix: str
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch, prefix: str, kind: str
 ) -> None:
-    """It deletes the metadata of a discarded run before its tag."""
+    """It deletes the metadata of a discarded run before its tag, manifests and manifest lists first."""
     client, main_hash = lake.lake.nessie, lake.lake.nessie.reference("main").hash
     client.create_branch("work", from_ref="main", from_hash=main_hash)
     lake.lake.catalog("work").load_table(("shop", "t")).append(pa.table({"n": [7]}))
     head, name = client.reference("work"), f"{prefix}{uuid.uuid4()}"
-    location = lake.lake.catalog("work").load_table(("shop", "t")).metadata_location
+    table = lake.lake.catalog("work").load_table(("shop", "t"))
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    locations = {
+        "metadata": table.metadata_location,
+        "manifest list": snapshot.manifest_list,
+        "manifest": next(
+            one.manifest_path
+            for one in snapshot.manifests(table.io)
+            if one.added_snapshot_id == snapshot.snapshot_id
+        ),
+    }
+    location = locations[kind]
     client.create_tag(name, from_ref="work", from_hash=head.hash)
     client.delete_branch("work", expected_hash=head.hash)
     stray = lake.stray()
@@ -738,7 +758,7 @@ def test_a_sweep_beside_a_collection_does_not_stop_it(
 
     monkeypatch.setattr(collector, "_begin", begin_and_sweep)
     plan = collector.plan()
-    assert plan.metrics.unreadable_states == ()
+    assert (plan.metrics.unreadable_states, plan.metrics.unreadable) == ((), ())
     assert stray in {file.path for file in plan.sample}
 
 

@@ -104,6 +104,7 @@ class Schedule:
             ("undo", players.undo, 0.45),
             ("expiry", players.expire, 0.35),
             ("compaction", players.compact, 0.45),
+            ("sweeper", players.sweep, 0.45),
             ("somebody", players.meddle, 0.8),
             ("somebody", players.meddle, 0.5),
         ):
@@ -172,6 +173,9 @@ class Schedule:
         self._check()
         world.let_time_pass(timedelta(days=2))
         remove_abandoned_branches(world.calm_lake.nessie, now=world.now())
+        self._spawn("sweeper", players.sweep)
+        world.scheduler.run()
+        self._check()
         players.delete_leftovers()
         world.let_time_pass(HORIZON + GRACE)
         kept = world.live_files(HORIZON + CLOCK_TOLERANCE)

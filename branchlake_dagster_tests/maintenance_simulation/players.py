@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -20,6 +20,8 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.statistics import StatisticsFile
 
 from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, OwnerState
+from branchlake_dagster.cleanup.sweeper import Sweeper
 from branchlake_dagster.compaction.compaction_plan import CompactionOptions
 from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.compaction.errors import CompactionNotClean, CompactionRowsDiffer
@@ -36,6 +38,8 @@ from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.runs.discarding import discard_branch
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.undo.find_publication import find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo
 from branchlake_dagster.undo.undrop import undrop_table
@@ -50,7 +54,13 @@ from branchlake_dagster_tests.maintenance_simulation.row_changes import (
 )
 from branchlake_dagster_tests.maintenance_simulation.simulated_spark import SimulatedRewrite, read_rows
 from branchlake_dagster_tests.maintenance_simulation.stored_states import local_path, table_locations
-from branchlake_dagster_tests.maintenance_simulation.world import GRACE, NAMESPACE, TABLES, World
+from branchlake_dagster_tests.maintenance_simulation.world import (
+    DISCARD_GRACE,
+    GRACE,
+    NAMESPACE,
+    TABLES,
+    World,
+)
 from branchlake_dagster_tests.publication.rebase.deleting import _Deleting
 from branchlake_dagster_tests.publication.workbench import ARROW, Run, frame
 from branchlake_dagster_tests.simulation.scheduler import Died
@@ -113,6 +123,7 @@ class Players:
         self._actions: tuple[Callable[[], None], ...] = (
             self._create_tag,
             self._create_tag,
+            self._tag_discarded_run,
             self._delete_tag,
             self._drop_table,
             self._restore_table,
@@ -154,9 +165,12 @@ class Players:
         if random.random() < 0.1:
             rows = self._draw_rows(ChangeKind.APPEND, "a")
             changes = [RowChange("v", ChangeKind.CREATE), RowChange("v", ChangeKind.APPEND, rows)]
-        run_id = self.world.new_id()
-        work = Work(Run(self.world.bench, run_id, ""), changes)
-        self.works[run_id] = work
+        return self.add_run(changes)
+
+    def add_run(self, changes: list[RowChange]) -> Work:
+        """Return a new run that will make these changes."""
+        work = Work(Run(self.world.bench, self.world.new_id(), ""), changes)
+        self.works[work.run.run_id] = work
         return work
 
     # -- runs ------------------------------------------------------------------------------------------
@@ -164,13 +178,9 @@ class Players:
     def write(self, work: Work, steps: int) -> None:
         """Let a run write some of its changes. Between rounds its process lives on."""
         world, run = self.world, work.run
-        with self._ends_with_errors("run failed", lambda: self._fail(work)):
+        with self.ends_with_errors("run failed", lambda: self.fail(work)):
             if work.state == "new":
-                nessie = world.lake.nessie
-                run.base = nessie.reference(MAIN).hash
-                world.heartbeats.begin(run.name)
-                nessie.create_branch(run.name, from_ref=MAIN, from_hash=run.base)
-                work.state = "open"
+                self.begin(work)
             for change in work.changes[len(work.done_changes) :][:steps]:
                 before = self._branch_contents(run)
                 if not self._write_change(work, change):
@@ -182,8 +192,20 @@ class Players:
                 work.done_changes.append(change if is_written else replace(change, kind=ChangeKind.NOTHING))
                 world.note("run wrote", str(work.done_changes[-1]))
             if len(work.done_changes) == len(work.changes):
-                work.state = "written"
-                world.heartbeats.end(run.name)
+                self.complete(work)
+
+    def begin(self, work: Work) -> None:
+        """Create the branch of a new run."""
+        nessie, run = self.world.lake.nessie, work.run
+        run.base = nessie.reference(MAIN).hash
+        self.world.heartbeats.begin(run.name)
+        nessie.create_branch(run.name, from_ref=MAIN, from_hash=run.base)
+        work.state = "open"
+
+    def complete(self, work: Work) -> None:
+        """Let the process of a run end, after which the run is published."""
+        work.state = "written"
+        self.world.heartbeats.end(work.run.name)
 
     def _branch_contents(self, run: Run) -> Mapping[tuple[str, ...], str]:
         history = self.world.server.history
@@ -209,7 +231,8 @@ class Players:
             change.write(run)
         return True
 
-    def _fail(self, work: Work) -> None:
+    def fail(self, work: Work) -> None:
+        """Let the process of a run end with an error."""
         work.state = "failed"
         self.world.heartbeats.end(work.run.name)
 
@@ -217,7 +240,7 @@ class Players:
         """Publish all runs that have written everything, as one pass of the sensor; discard the others."""
         world = self.world
         nessie = world.lake.nessie
-        with self._ends_with_errors("publisher failed"):
+        with self.ends_with_errors("publisher failed"):
             works = {work.run.name: work for work in self.works.values() if work.state == "written"}
             candidates = []
             for name, work in works.items():
@@ -237,7 +260,7 @@ class Players:
                 elif not isinstance(result, BranchlakeError):
                     world.require(False, f"the publication of {name} ended with {result!r}")
             self._end_works()
-        with self._ends_with_errors("clean-up failed"):
+        with self.ends_with_errors("clean-up failed"):
             for work in list(self.works.values()):
                 if work.state == "failed":
                     self._discard(work)
@@ -270,8 +293,35 @@ class Players:
         """Delete the references of ended and killed processes, as clean-ups do."""
         nessie = self.world.calm_lake.nessie
         for reference in list(nessie.references()):
-            if reference.name.startswith(("discarded-", "undrop-", "judged-")):
+            if reference.name.startswith(("discarded-", "sweeping-", "undrop-", "judged-")):
                 nessie.delete_tag(reference.name, expected_hash=reference.hash)
+
+    def sweep(self) -> None:
+        """Delete the files of discarded branches, as the reaper's job does."""
+        world = self.world
+        with self.ends_with_errors("sweep failed"):
+            sweeper = Sweeper(
+                world.lake.nessie,
+                TableFiles(world.lake.settings.file_io_properties()),
+                self._find_owners,
+                grace=DISCARD_GRACE,
+                now=world.now,
+            )
+            for outcome in sweeper.run():
+                world.note("swept" if outcome.done else "not swept", str(outcome))
+                if outcome.files:
+                    world.note("files of a discarded run deleted", f"{outcome.files}")
+
+    def _find_owners(self, branches: Collection[str]) -> dict[str, BranchOwner]:
+        """Return what Dagster knows of the runs of these branches."""
+        owners = {}
+        for work in self.works.values():
+            if (name := run_branch_name(work.run.run_id)) in branches:
+                state = OwnerState.ACTIVE if work.is_alive else OwnerState.UNPUBLISHED
+                if work.state == "written":
+                    state = OwnerState.AWAITING_PUBLICATION
+                owners[name] = BranchOwner(work.run.run_id, state, base_hash=work.run.base)
+        return owners
 
     # -- maintenance -----------------------------------------------------------------------------------
 
@@ -290,7 +340,7 @@ class Players:
         # The newest ones more often: they have fewer followers.
         run_id = run_ids[int(world.random.random() ** 2 * len(run_ids))]
         follow, keep = world.random.random() < 0.5, world.random.random() < 0.3
-        with self._ends_with_errors("undo refused or failed"):
+        with self.ends_with_errors("undo refused or failed"):
             publication = find_publication(world.lake.nessie, run_id)
             undoer = PublicationUndo(world.lake.nessie, IcebergTableFormat(world.lake.catalog()))
             done = undoer.undo(publication, with_followers=follow, keep_positions=keep)
@@ -300,7 +350,7 @@ class Players:
         """Remove old snapshots of all tables, and merge small manifests."""
         world = self.world
         policy = ExpiryPolicy.from_settings(world.lake.settings)
-        with self._ends_with_errors("expiry failed"):
+        with self.ends_with_errors("expiry failed"):
             expirer = SnapshotExpirer(world.lake.nessie, world.lake.catalog(), clock=world.now)
             result = expirer.run(expirer.plan(policy=policy))
             world.require(not result.unreadable_tables, f"unreadable: {result.unreadable_tables}")
@@ -324,7 +374,7 @@ class Players:
         options = CompactionOptions(max_small_files=1, include_hot=True)
         rewrite = SimulatedRewrite(world.lake, world.random, idle_share=0.15)
         tables = IcebergTableFormat(world.lake.catalog())
-        with self._ends_with_errors("compaction failed"):
+        with self.ends_with_errors("compaction failed"):
             plan = plan_compactions(world.lake, None, options, now=world.now())
             world.require(not plan.unreadable, f"compaction cannot read {dict(plan.unreadable)}")
             compactor = Compactor(world.lake, tables, rewrite=rewrite, monotonic=world.clock.monotonic)
@@ -363,7 +413,7 @@ class Players:
         )
         collector._heartbeats = world.heartbeats
         collector._monotonic = world.clock.monotonic
-        with self._ends_with_errors("collection failed"):
+        with self.ends_with_errors("collection failed"):
             try:
                 result = collector.run(adopt_journal=adopt_journal)
             except JournalLost as error:
@@ -388,7 +438,7 @@ class Players:
         """Do one thing that other tools and people do."""
         world = self.world
         action = world.random.choice(self._actions)
-        with self._ends_with_errors("other writer failed"):
+        with self.ends_with_errors("other writer failed"):
             action()
 
     def _load(self, catalog: NessieCatalog, name: str) -> Table:
@@ -403,6 +453,17 @@ class Players:
             name = f"release-{world.random.getrandbits(32)}"
             world.lake.nessie.create_tag(name, from_ref=MAIN, from_hash=world.random.choice(young))
             world.note("tag created", name)
+
+    def _tag_discarded_run(self) -> None:
+        """Keep what a failed run has written, as somebody does who wants to examine it."""
+        world = self.world
+        references = world.server.history.references
+        names = [name for name in references if name.startswith("discarded-")]
+        if names:
+            discarded = world.lake.nessie.reference(world.random.choice(names))
+            name = f"release-{world.random.getrandbits(32)}"
+            world.lake.nessie.create_tag(name, from_ref=discarded.name, from_hash=discarded.hash)
+            world.note("discarded run tagged", name)
 
     def _delete_tag(self) -> None:
         world = self.world
@@ -539,7 +600,7 @@ class Players:
     # -- errors ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _ends_with_errors(self, what: str, also: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def ends_with_errors(self, what: str, also: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Let the work of a process end with an error that it may have, or with its death."""
         try:
             yield

@@ -165,10 +165,13 @@ class LiveStates:
         """Return the metadata files of live states.
 
         The newest commit before `cutoff` of each reference counts, because it was the state at the horizon.
+        A tag that a sweep has claimed needs nothing.
         """
         live: set[str] = set()
         seen: set[str] = set()
-        for pointer in history.references.values():
+        for name, pointer in history.references.items():
+            if name.startswith("sweeping-"):
+                continue
             for commit in history.first_parents(pointer.hash):
                 if commit.hash in seen:
                     break

@@ -28,6 +28,7 @@ from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow
 from pyiceberg.utils.concurrent import ExecutorFactory
 
 from branchlake_dagster.catalog import stored_files
+from branchlake_dagster.cleanup import sweeper
 from branchlake_dagster.compaction import compaction_branch, compactor, open_runs, row_proof
 from branchlake_dagster.garbage_collection import warehouse_files
 from branchlake_dagster.garbage_collection.journal import CollectionJournal
@@ -67,6 +68,7 @@ TABLES = ("t", "u")
 START = datetime(2020, 1, 1, tzinfo=UTC)
 """Simulated time is always in the past, so a file that was not given a simulated time yet counts as young."""
 GRACE, DELAY, HORIZON = timedelta(hours=72), timedelta(hours=24), timedelta(days=6)
+DISCARD_GRACE = timedelta(hours=24)
 _GREGORIAN_EPOCH = datetime(1582, 10, 15, tzinfo=UTC)
 
 
@@ -238,7 +240,11 @@ class World:
             raise TimeoutError("no reply")
 
     def _delete_through_io(self, original: Callable[..., None], io: PyArrowFileIO, location: Any) -> None:
+        """Delete a file of a discarded run, or of a commit that failed; the process may be killed before."""
+        self.scheduler.pause()
         self.network.require_alive()
+        if self._kills_at_files and self.scheduler.current and self.random.random() < 0.02:
+            self.network.kill()
         self._before_deletion(location if isinstance(location, str) else location.location)
         original(io, location)
         self.note("file discarded")
@@ -288,7 +294,15 @@ class World:
             (ExecutorFactory, "get_or_create", staticmethod(InlineExecutor)),
             *(
                 (module, "ThreadPoolExecutor", InlineExecutor)
-                for module in (manifests, open_runs, publication_undo, replay, upserts, warehouse_files)
+                for module in (
+                    manifests,
+                    open_runs,
+                    publication_undo,
+                    replay,
+                    sweeper,
+                    upserts,
+                    warehouse_files,
+                )
             ),
             # PyIceberg's own property copies all metadata each time.
             (pyiceberg.table.Transaction, "_cached_metadata", None),
