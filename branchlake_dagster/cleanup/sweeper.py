@@ -26,7 +26,7 @@ from branchlake_dagster.runs.branch_owner import (
     strip_name_prefix,
     tag_filter,
 )
-from branchlake_dagster.runs.discarding import claim_tag_name
+from branchlake_dagster.runs.discarding import claim_tag_name, sweeping_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
@@ -213,7 +213,7 @@ class Sweeper:
         """
         if tag.name.startswith(ReferencePrefix.SWEEPING):
             return None
-        name = f"{ReferencePrefix.SWEEPING}{run_id}"
+        name = sweeping_tag_name(run_branch_name(run_id))
         try:
             sweeping_tag = self._client.create_tag(name, from_ref=tag.name, from_hash=tag.hash)
         except NessieAlreadyExists:

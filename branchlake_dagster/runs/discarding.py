@@ -125,30 +125,41 @@ def discarded_tag_name(branch: str) -> str:
     return f"{ReferencePrefix.DISCARDED}{run_id_of_branch(branch)}"
 
 
+def sweeping_tag_name(branch: str) -> str:
+    """Return the name of the tag by which a sweep claims a discarded run branch."""
+    return f"{ReferencePrefix.SWEEPING}{run_id_of_branch(branch)}"
+
+
 def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
     """Fence the writer of `branch` by deleting it, and return the tag `discarded-…` that keeps its state.
 
     Returns None if the branch has no commit of its own, because then it is only deleted. Also returns None if
-    it was deleted before without a tag. Raises NessieConflict if the branch was written to after `branch` was
-    read; the branch then remains. Safe to repeat after any failure.
+    another cleanup deleted it, and its tag is gone or claimed by a sweep. Raises NessieConflict if the branch
+    was written to after `branch` was read; the branch then remains. Safe to repeat after any failure.
     """
-    if branch.metadata is None:
-        try:
-            branch = _load_with_metadata(client, branch)
-        except ReferenceNotFound:
-            return _find_tag_at(client, discarded_tag_name(branch.name), branch.hash)
-    if branch.metadata and branch.metadata.commits_ahead == 0:
-        _delete_branch(client, branch)
-        return None
-    tag = _create_tag(client, discarded_tag_name(branch.name), branch)
+    name = discarded_tag_name(branch.name)
     try:
-        _delete_branch(client, branch)
-    except NessieConflict:
-        # The branch was written to late, so the tag no longer holds its whole state.
-        _delete_tag(client, tag)
-        raise
-    # A retry that continued an earlier discard may have taken the tag while the branch was deleted.
-    return _find_tag_at(client, tag.name, tag.hash) or _create_tag(client, tag.name, branch)
+        if branch.metadata is None:
+            branch = _load_with_metadata(client, branch)
+        if branch.metadata and branch.metadata.commits_ahead == 0:
+            _delete_reference(client, branch)
+            return None
+        tag = _create_tag(client, name, branch, from_ref=branch.name)
+        try:
+            _delete_reference(client, branch)
+        except NessieConflict:
+            # The branch was written to late, so the tag no longer holds its whole state.
+            _delete_tag(client, tag)
+            raise
+    except ReferenceNotFound:
+        # Another cleanup has kept the state. A new tag could name a state that was swept since.
+        return _find_tag_at(client, name, branch.hash)
+    if found_tag := _find_tag_at(client, name, branch.hash):
+        return found_tag
+    if _find_tag_at(client, sweeping_tag_name(branch.name), branch.hash):
+        return None
+    # An earlier discard was continued while the branch was deleted, and the branch may have been restored.
+    return _create_tag(client, name, branch, from_ref=MAIN)
 
 
 def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Reference | None:
@@ -191,8 +202,7 @@ def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Refere
 def _has_tag(client: NessieClient, branch: str) -> bool:
     """Check whether the branch was discarded, or its data is being swept."""
     return any(
-        _find_reference(client, name)
-        for name in (discarded_tag_name(branch), f"{ReferencePrefix.SWEEPING}{run_id_of_branch(branch)}")
+        _find_reference(client, name) for name in (discarded_tag_name(branch), sweeping_tag_name(branch))
     )
 
 
@@ -227,17 +237,18 @@ def _delete_branch(client: NessieClient, branch: Reference) -> None:
     try:
         _delete_reference(client, branch)
     except ReferenceNotFound:
-        return  # another cleanup was faster; the tag exists in any case
+        return  # another process was faster
 
 
-def _create_tag(client: NessieClient, name: str, branch: Reference) -> Reference:
+def _create_tag(client: NessieClient, name: str, branch: Reference, *, from_ref: str) -> Reference:
     """Create tag `name` at the hash of `branch`, or return the existing tag at this hash.
 
-    A tag that an interrupted cleanup left at another hash is replaced.
+    A tag that an interrupted cleanup left at another hash is replaced. Raises ReferenceNotFound if `from_ref`
+    does not exist.
     """
     for _ in range(_MAX_ATTEMPTS):
         try:
-            return client.create_tag(name, from_ref=MAIN, from_hash=branch.hash)
+            return client.create_tag(name, from_ref=from_ref, from_hash=branch.hash)
         except NessieAlreadyExists as error:
             last_error = error
             existing_tag = _find_reference(client, name)

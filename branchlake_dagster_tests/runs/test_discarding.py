@@ -11,7 +11,12 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name, take_over_branch
+from branchlake_dagster.runs.discarding import (
+    discard_branch,
+    discarded_tag_name,
+    sweeping_tag_name,
+    take_over_branch,
+)
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
@@ -24,7 +29,7 @@ class Branch:
 
     def __init__(self, lake: Lakehouse, name: str) -> None:
         self.lake, self.nessie, self.name = lake, lake.nessie, name
-        self.tag = discarded_tag_name(name)
+        self.tag, self.sweeping = discarded_tag_name(name), sweeping_tag_name(name)
         self.own = name.replace("run-", "run-retry-of-")
         self.writes = 0
         lake.nessie.create_branch(name, from_ref="main", from_hash=lake.nessie.reference("main").hash)
@@ -137,6 +142,52 @@ def test_two_clean_ups_at_once_leave_the_tag(branch: Branch) -> None:
     assert branch.state() == {"tag": seen.hash}
 
 
+def test_the_slower_of_two_clean_ups_does_not_name_a_state_that_is_being_swept(branch: Branch) -> None:
+    seen = branch.write()
+    real = NessieClient.delete_branch
+
+    def discard_and_sweep(self: NessieClient, *args: Any, **kwargs: Any) -> None:
+        with patch.object(NessieClient, "delete_branch", real):
+            discard_branch(self, seen)
+        self.create_tag(branch.sweeping, from_ref=branch.tag, from_hash=seen.hash)
+        self.delete_tag(branch.tag, expected_hash=seen.hash)
+        real(self, *args, **kwargs)
+
+    with patch.object(NessieClient, "delete_branch", discard_and_sweep):
+        assert discard_branch(branch.nessie, seen) is None
+    assert branch.state() == {}
+
+
+@memory.ON_BOTH
+def test_a_clean_up_that_was_late_does_not_name_a_state_that_was_swept(branch: Branch) -> None:
+    seen = branch.write()
+    real = NessieClient.create_tag
+
+    def discard_and_sweep(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
+        with patch.object(NessieClient, "create_tag", real):
+            discard_branch(self, seen)
+        self.delete_tag(branch.tag, expected_hash=seen.hash)
+        return real(self, *args, **kwargs)
+
+    with patch.object(NessieClient, "create_tag", discard_and_sweep):
+        assert discard_branch(branch.nessie, seen) is None
+    assert branch.state() == {}
+
+
+def test_a_branch_that_was_deleted_while_its_tag_was_being_swept_gets_no_other_tag(branch: Branch) -> None:
+    seen = branch.write()
+    real = NessieClient.delete_branch
+
+    def delete_and_sweep(self: NessieClient, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.create_tag(branch.sweeping, from_ref=branch.tag, from_hash=seen.hash)
+        self.delete_tag(branch.tag, expected_hash=seen.hash)
+
+    with patch.object(NessieClient, "delete_branch", delete_and_sweep):
+        assert discard_branch(branch.nessie, seen) is None
+    assert branch.state() == {}
+
+
 # -- a retry takes the branch over ---------------------------------------------------------------------
 
 
@@ -243,7 +294,7 @@ def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
     def sweeper_first(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
         found = real(self, *args, **kwargs)
         if "tag" in branch.state():
-            self.create_tag(sweeping, from_ref=branch.tag, from_hash=seen.hash)
+            self.create_tag(branch.sweeping, from_ref=branch.tag, from_hash=seen.hash)
             self.delete_tag(branch.tag, expected_hash=seen.hash)
         return found
 
