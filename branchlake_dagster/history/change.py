@@ -120,8 +120,9 @@ class ChangeSet:
     """The change of one table from position `since` to position `up_to`; its steps are oldest first.
 
     As a multiset of rows, the change is: the rows of `added` that `deletes` do not delete, minus the rows of
-    `removed` as they were at `since`, minus the rows that `deletes` delete in all other files. A file that
-    was added and removed again is in neither list. Compactions do not count.
+    `removed` as they were at `since`, minus the rows that `deletes` delete in all other files. The change
+    of a whole table removes no rows. A file that was added and removed again is in neither list. Compactions
+    do not count.
     """
 
     table: str

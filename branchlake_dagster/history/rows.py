@@ -91,11 +91,12 @@ class RowReader:
     def read_removed(self) -> pa.Table:
         """Read the rows of removed files, and the rows that delete files delete in other files.
 
-        The rows of removed files are read as they were at the start position. Raises RowsUnreadable if
-        equality deletes applied at the start position.
+        The rows of removed files are read as they were at the start position. If the change is the whole
+        table, no rows are removed: a delete file of a removed data file may remain in the table. Raises
+        RowsUnreadable if equality deletes applied at the start position.
         """
         change = self._change
-        if change.only_appends:
+        if change.whole or change.only_appends:
             return self._empty_rows()
         earlier_deletes = self._deletes_before()
         removed_rows = self._read_files(change.removed, earlier_deletes)

@@ -33,6 +33,7 @@ from branchlake_dagster_tests.history.snapshot_tables import (
     frame,
     replace_day,
 )
+from branchlake_dagster_tests.publication.rebase.deleting import delete_at
 from branchlake_dagster_tests.suite.raised import raising
 
 
@@ -63,6 +64,16 @@ def test_nothing_has_changed(table: Table) -> None:
     assert change.steps == ()
     assert change.label() == "no change"
     assert change.up_to == current_position(table)
+
+
+def test_a_new_consumer_loses_no_row_that_it_never_had(table: Table) -> None:
+    """Delete files stay when the data file of their row is removed or compacted."""
+    (path,) = (task.file.file_path for task in table.scan("day = 'a'").plan_files())
+    delete_at(table, path, 0, properties={})
+    replace_day(table, "a", [("a", 7)])
+    change = captured(table, None)
+    assert change.deletes
+    assert rows(table, change) == {("a", 7): 1, ("b", 3): 1}
 
 
 def test_a_new_consumer_gets_everything(table: Table) -> None:

@@ -298,7 +298,6 @@ def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
             self.delete_tag(branch.tag, expected_hash=seen.hash)
         return found
 
-    sweeping = branch.name.replace("run-", "sweeping-")
     with patch.object(NessieClient, "create_branch", sweeper_first):
         assert take_over_branch(branch.nessie, branch.name, branch.own) is None
     assert branch.state() == {}
