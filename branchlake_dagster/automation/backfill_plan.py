@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,6 +24,13 @@ from branchlake_dagster.incremental.pending import with_successors
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.tables.recorded_partitions import RecordedPartitions
+from branchlake_dagster.tables.replaced_rows import (
+    ALL_ROWS,
+    ReplacedRows,
+    build_replaced_rows,
+    from_json,
+)
 from branchlake_dagster.tables.selection import (
     Condition,
     Selection,
@@ -32,21 +39,43 @@ from branchlake_dagster.tables.selection import (
     select_partitions,
     to_iceberg_filter,
 )
-from branchlake_dagster.tables.specification import TableSpec, parse_table_spec, table_identifier
+from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
 from branchlake_dagster.wording import format_count
 
-_ELLIPSIS = "…"
-"""A name in a recorded list of partitions that starts with this sign means that the list was shortened."""
+
+@dataclass(frozen=True)
+class StalePartitions:
+    """The partitions that another code version of an asset has computed.
+
+    `keys` is None if an asset without partitions is stale. `unknown` has the partitions that may be stale:
+    the snapshots do not show whether they were computed by the present version.
+    """
+
+    keys: tuple[str, ...] | None
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordedWrite:
+    """A snapshot that an asset wrote: its code version and partitions.
+
+    `replaced` has the replaced rows if the write mode is `replace_partitions`. It may select more rows than
+    the partitions have.
+    """
+
+    code_version: str
+    partitions: RecordedPartitions
+    replaced: ReplacedRows | None = None
 
 
 def find_stale_partitions(
     graph: AssetGraph, lake: Lakehouse, key: AssetKey, *, instance: DagsterInstance | None = None
-) -> tuple[str, ...] | None:
+) -> StalePartitions:
     """Return the partitions whose newest snapshot on `main` has another code version than the asset.
 
-    None means that an asset without partitions is stale; an empty tuple means that nothing is stale.
     Partitions without a recorded code version are not stale: their snapshots expired, or another writer wrote
-    them. Raises ConfigurationError for an asset without a code version.
+    them. Raises ConfigurationError for an asset without a code version, and the errors of
+    `select_partitions`.
     """
     node = graph.get(key)
     code_version = node.code_version
@@ -57,37 +86,90 @@ def find_stale_partitions(
             reason="no_code_version",
             subject=key.to_user_string(),
         )
+    spec = asset_table_spec(graph, key, lake.settings.default_namespace)
     try:
-        table = lake.catalog(MAIN).load_table(table_identifier(key, lake.settings.default_namespace))
+        table = lake.catalog(MAIN).load_table(spec.identifier)
     except NoSuchTableError:
-        return ()
+        return StalePartitions(())
     writes = list(_iter_writes(table, key))
     if node.partitions_def is None:
-        return None if writes and writes[0][1] != code_version else ()
+        return StalePartitions(None if writes and writes[0].code_version != code_version else ())
+
+    def rows_of(partition: str) -> ReplacedRows:
+        selection = partition_selection(graph, spec, key, [partition], table)
+        return ALL_ROWS if selection is None else build_replaced_rows(selection, table.schema())
+
     all_keys = node.partitions_def.get_partition_keys(dynamic_partitions_store=instance)
-    return tuple(key for key in all_keys if _find_code_version(key, writes) not in (None, code_version))
+    return classify_partitions(all_keys, writes, code_version, rows_of if spec.columns_by_dimension else None)
 
 
-def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
-    """Yield (partitions, code version) of each snapshot that the asset wrote, newest first."""
+def classify_partitions(
+    all_keys: Sequence[str],
+    writes: Sequence[RecordedWrite],
+    code_version: str,
+    rows_of: Callable[[str], ReplacedRows] | None,
+) -> StalePartitions:
+    """Return which of the partitions are stale, by their writes, newest first.
+
+    `code_version` is the asset's present version. `rows_of` returns the rows of a partition; None if the
+    table has no partition columns.
+    """
+    rows_by_key: dict[str, ReplacedRows] = {}
+    versions: dict[str, list[str]] = {key: [] for key in all_keys}
+    open_keys = set(all_keys)
+    for write in writes:
+        if not open_keys:
+            break
+        if rows_of is not None and write.replaced is not None and not write.partitions.is_complete:
+            rows_by_key = rows_by_key or {key: rows_of(key) for key in all_keys}
+        written_keys, possible_keys = _written_keys(write, all_keys, rows_by_key)
+        for key in open_keys & (written_keys | possible_keys):
+            versions[key].append(write.code_version)
+        open_keys -= written_keys
+    outdated = {key for key, found in versions.items() if any(version != code_version for version in found)}
+    stale = {key for key in outdated - open_keys if code_version not in versions[key]}
+    return StalePartitions(
+        tuple(key for key in all_keys if key in stale),
+        tuple(key for key in all_keys if key in outdated - stale),
+    )
+
+
+def _written_keys(
+    write: RecordedWrite, all_keys: Sequence[str], rows_by_key: Mapping[str, ReplacedRows]
+) -> tuple[Set[str], Set[str]]:
+    """Return the partitions that a write has computed, and those that it may have computed."""
+    recorded = write.partitions
+    if recorded.may_hold_commas:
+        record = f",{','.join(recorded.names)},"
+        listed = {key for key in all_keys if f",{key}," in record}
+        if any("," in key for key in listed):  # "a,b" may be one partition or two
+            return set(), listed if recorded.is_complete else set(all_keys)
+    if recorded.is_complete:
+        return set(recorded.names), set()
+    if write.replaced is None or not rows_by_key:
+        return set(recorded.names), set(all_keys)
+    replaced_keys = {key for key, rows in rows_by_key.items() if write.replaced.overlaps(rows)}
+    # A long predicate is stored wider than it is. Then more partitions match than were written.
+    is_exact = len(replaced_keys) <= recorded.count
+    return replaced_keys if is_exact else set(recorded.names), replaced_keys
+
+
+def _iter_writes(table: Table, key: AssetKey) -> Iterator[RecordedWrite]:
+    """Yield each snapshot that the asset wrote, newest first, if it has a code version."""
     snapshots, _ = ancestors_after(table.metadata)
     for snapshot in reversed(snapshots):
         code_version = summary_value(snapshot, LakeProperty.CODE_VERSION)
-        if code_version is not None and summary_value(snapshot, LakeProperty.ASSET) == key.to_user_string():
-            partition_list = summary_value(snapshot, LakeProperty.PARTITION) or ""
-            yield [name for name in partition_list.split(",") if name], code_version
-
-
-def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> str | None:
-    """Return the code version of the newest write that may have computed the partition; None without one.
-
-    `writes` are the partitions and the code version of each write, newest first. A write whose list of
-    partitions was shortened may have computed any partition.
-    """
-    for names, version in writes:
-        if partition in names or any(name.startswith(_ELLIPSIS) for name in names):
-            return version
-    return None
+        if code_version is None or summary_value(snapshot, LakeProperty.ASSET) != key.to_user_string():
+            continue
+        record, mode = (
+            summary_value(snapshot, LakeProperty.REPLACED),
+            summary_value(snapshot, LakeProperty.WRITE_MODE),
+        )
+        yield RecordedWrite(
+            code_version,
+            RecordedPartitions.parse(summary_value(snapshot, LakeProperty.PARTITION) or ""),
+            from_json(record) if record is not None and mode == "replace_partitions" else None,
+        )
 
 
 @dataclass(frozen=True)

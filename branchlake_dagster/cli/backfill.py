@@ -24,6 +24,7 @@ from branchlake_dagster.automation.backfill_comparison import (
 )
 from branchlake_dagster.automation.backfill_plan import (
     Stage,
+    StalePartitions,
     find_stale_partitions,
     format_stage_size,
     plan_stages,
@@ -86,12 +87,19 @@ def open_location(module: str | None) -> Iterator[LocationContext]:
 class BackfillRequest:
     """A request to compute partitions of the asset `key`. `partitions` is None for the whole asset.
 
-    `why` is the reason, which is recorded with the backfill.
+    `why` is the reason, which is recorded with the backfill. `unknown_partitions` are not computed: an older
+    code version may have computed them, but the snapshots do not show it.
     """
 
     key: AssetKey
     partitions: tuple[str, ...] | None
     why: str
+    unknown_partitions: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.partitions == ()
 
 
 def build_request(
@@ -100,7 +108,7 @@ def build_request(
     """Return the request for the given partitions, or for the whole asset with `everything`.
 
     Without `partitions` and `everything`, the request is for the partitions that an older code version of
-    the asset computed; the result is None if there are no such partitions.
+    the asset computed; the result is None if there are no such partitions, and no unknown ones.
 
     Raises ConfigurationError if the code location has no such asset.
     """
@@ -115,11 +123,14 @@ def build_request(
     if partitions or everything:
         partition_keys = None if everything else tuple(partitions)
         return BackfillRequest(key, partition_keys, "requested")
-    stale_keys = find_stale_partitions(context.graph, context.lake.lakehouse, key, instance=context.instance)
-    if stale_keys == ():
+    stale = find_stale_partitions(context.graph, context.lake.lakehouse, key, instance=context.instance)
+    if stale == StalePartitions(()):
         return None
     return BackfillRequest(
-        key, stale_keys, f"computed by an older code version than {context.graph.get(key).code_version}"
+        key,
+        stale.keys,
+        f"computed by an older code version than {context.graph.get(key).code_version}",
+        stale.unknown,
     )
 
 
@@ -341,6 +352,17 @@ def show_retry(
         console.print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
+def format_unknown_partitions(request: BackfillRequest) -> str | None:
+    """Return a sentence about the partitions whose code version is unknown; None without such partitions."""
+    if not request.unknown_partitions:
+        return None
+    return (
+        f"{format_count(len(request.unknown_partitions), 'other partition')} of"
+        f" {request.key.to_user_string()} may be {request.why}, because the snapshots do not list all"
+        f" partitions: {_shorten_names(request.unknown_partitions)}. Select them with --partition, or --all."
+    )
+
+
 def _format_partition(partition: str | None) -> str:
     return "all of it" if partition is None else partition
 
@@ -352,7 +374,10 @@ def _build_console() -> Console:
 def _format_partitions(stage: Stage) -> str:
     if stage.partitions is None:
         return "all of it"
-    names = stage.partitions
+    return _shorten_names(stage.partitions)
+
+
+def _shorten_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return (
         shown if len(names) <= _SHOWN else f"{shown} … {names[-1]} ({format_count(len(names), 'partition')})"

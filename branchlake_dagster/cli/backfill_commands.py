@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+
+if TYPE_CHECKING:
+    from branchlake_dagster.cli.backfill import BackfillRequest
 
 
 @click.group(name="backfill")
@@ -24,6 +28,14 @@ partition_option = click.option(
 )
 all_option = click.option("--all", "everything", is_flag=True, help="All partitions, or the whole asset.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+
+
+def _report_unknown(request: BackfillRequest | None) -> None:
+    from branchlake_dagster.cli.backfill import format_unknown_partitions
+
+    message = format_unknown_partitions(request) if request is not None else None
+    if message is not None:
+        click.echo(message, err=True)
 
 
 @backfill_group.command(name="plan")
@@ -44,12 +56,15 @@ def plan_command(
 
     with backfill.open_location(module) as context:
         request = backfill.build_request(context, asset, partitions, everything=everything)
-        stages = backfill.plan_request(context, request) if request is not None else []
+        stages = (
+            backfill.plan_request(context, request) if request is not None and not request.is_empty else []
+        )
+    _report_unknown(request)
     if as_json:
         click.echo(json.dumps([backfill.stage_to_dict(stage) for stage in stages], indent=2))
     elif stages:
         backfill.show_plan(stages)
-    else:
+    elif request is None:
         click.echo(f"No data of {asset} comes from an older code version.")
 
 
@@ -81,13 +96,16 @@ def run_command(
         request = backfill.build_request(context, asset, partitions, everything=everything)
         backfill_id = (
             backfill.launch_request(context, request, time.time(), approval=approval)
-            if request is not None
+            if request is not None and not request.is_empty
             else None
         )
+    _report_unknown(request)
     if as_json:
         click.echo(json.dumps({"backfill": backfill_id}))
-    elif backfill_id is None:
+    elif request is None:
         click.echo(f"No data of {asset} comes from an older code version.")
+    elif backfill_id is None:
+        click.echo("Nothing was launched.")
     else:
         click.echo(
             f"Backfill {backfill_id}. Next: branchlake backfill status"

@@ -33,6 +33,7 @@ from branchlake_dagster.publication.table_change import (
     TableChange,
 )
 from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
+from branchlake_dagster.tables.recorded_partitions import is_shortened
 from branchlake_dagster.wording import CodedReason
 
 _WIDENINGS = {("int", "long"), ("float", "double")}
@@ -385,7 +386,7 @@ def _common_partitions(
     The sources are the names that both steps record, those of `step`, those of `other`, and `held`.
     """
     common_names = {
-        name for name in set(step.partition_names) & set(other.partition_names) if not name.startswith("…")
+        name for name in set(step.partition_names) & set(other.partition_names) if not is_shortened([name])
     }
     return tuple(sorted(common_names or set(step.partition_names) or set(other.partition_names) or held))
 

@@ -27,6 +27,7 @@ from branchlake_dagster.history.manifests import (
 )
 from branchlake_dagster.internals.column_metrics import DataPaths
 from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
+from branchlake_dagster.tables.recorded_partitions import parse_entries
 from branchlake_dagster.tables.replaced_rows import (
     ALL_ROWS,
     ReplacedRows,
@@ -496,7 +497,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         deletes=deletes,
         removed_deletes=files.removed_deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
-        partition_names=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
+        partition_names=parse_entries(summary.get(LakeProperty.PARTITION, "")),
     )
 
 

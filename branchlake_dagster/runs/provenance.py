@@ -45,9 +45,8 @@ from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.runs.run_branch import RunBranch
 from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, LakeProperty
+from branchlake_dagster.tables.recorded_partitions import format_partitions
 from branchlake_dagster.tables.specification import TableSpec, unwrap_metadata
-
-_MAX_LISTED = 20
 
 
 def build_snapshot_properties(
@@ -68,15 +67,12 @@ def build_snapshot_properties(
     replaced rows (`replaced_rows.to_json`). `run` is the run's branch; None outside of a run. `partitions`
     are the written partition keys, empty without partitions.
     """
-    partition_text = ",".join(partitions[:_MAX_LISTED]) + (
-        f",… {len(partitions)} in all" if len(partitions) > _MAX_LISTED else ""
-    )
     entries = {
         LakeProperty.ASSET: asset,
         LakeProperty.WRITE_MODE: spec.write_mode,
         LakeProperty.KEYS: ",".join(spec.keys),
         LakeProperty.WHEN_MATCHED: "keep" if spec.keeps_matched else None,
-        LakeProperty.PARTITION: partition_text,
+        LakeProperty.PARTITION: format_partitions(partitions),
         LakeProperty.REPLACED: replaced,
         LakeProperty.CODE_VERSION: code_version,
         LakeProperty.STEP: step,

@@ -49,6 +49,7 @@ from branchlake_dagster.publication.table_change import (
     TableChange,
 )
 from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind, find_exclusive_property
+from branchlake_dagster.tables.recorded_partitions import is_shortened
 from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ValueRange
 from branchlake_dagster.wording import CodedReason
 
@@ -73,8 +74,6 @@ _PERIODS_US = {"hour": 3_600_000_000, "day": 86_400_000_000}
 """The length of a partition in microseconds, by the name of its transform."""
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
-_MORE_PARTITIONS = "…"
-"""The first character of a snapshot's last partition name if its summary does not list all partitions."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +437,7 @@ def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
         and own_step.recorded_predicate == step.recorded_predicate
         and bool(names)
         and names <= {*step.partition_names}
-        and not any(name.startswith(_MORE_PARTITIONS) for name in names)
+        and not is_shortened(own_step.partition_names)
         and own_step.properties.get(LakeProperty.ASSET) == step.properties.get(LakeProperty.ASSET)
     )
 
