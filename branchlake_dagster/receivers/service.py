@@ -73,7 +73,7 @@ class ReceiverSource(Protocol):
 
 
 class Intake:
-    """Moves the records of a source into a partition of a topic.
+    """Moves the records of one source through a buffer into one sink.
 
     Args:
         topic: The name of the topic.
@@ -225,11 +225,11 @@ class Health:
 
 
 class Receivers:
-    """Runs several intakes in one process.
+    """Runs several intakes (each a source, a buffer and a sink) in one process.
 
     Args:
         intakes: The intakes to run.
-        drain_s: The longest time to drain them at the end, in seconds.
+        drain_s: The longest time to empty their buffers at the end, in seconds.
         clock: Monotonic seconds.
 
     """

@@ -60,7 +60,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class FirstPairs:
-    """The numbers of each object's first pairs, where all pairs of a history are numbered.
+    """The numbers of each object's first pairs, if all compared pairs of a history are numbered.
 
     Pairs are numbered by lag, object and epoch. ``sat_no`` (n,) is sorted, and ``first`` (n, lags) has the
     number of the object's first pair of each of `LAGS`. The number of a pair determines its instant, so a
@@ -98,7 +98,7 @@ def count_pairs(history: Elements) -> tuple[npt.NDArray[np.int64], Rows]:
 
 
 def compute_differences(history: Elements, first_pairs: FirstPairs | None = None) -> Differences:
-    """Compute all differences of a history up to `MAX_AGE_DAYS`.
+    """Compare element sets with later sets of the same object, up to `MAX_AGE_DAYS` apart.
 
     Pairs with a state that SGP4 cannot compute are left out.
 

@@ -94,9 +94,9 @@ def encode_links(native: pl.DataFrame) -> pa.BinaryArray:
 
 
 def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Decode frames to rows of `DECODED`.
+    """Decode link frames to rows of `DECODED`, and return each row's error (null if it is valid).
 
-    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    An error is the reason why the frame is not a measurement; its row is null.
     """
     values = one_array(values)
     reasons = Reasons(len(values))

@@ -94,9 +94,9 @@ def observation_ids(native: pl.DataFrame) -> list[str]:
 
 
 def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Decode items to rows of `DECODED`.
+    """Decode telescopes' JSON items to rows of `DECODED`, and return each row's error (null if it is valid).
 
-    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    An error is the reason why the item is not a measurement; its row is null.
     """
     values = one_array(values)
     reasons = Reasons(len(values))

@@ -91,9 +91,9 @@ def encode_radar(native: pl.DataFrame) -> pa.BinaryArray:
 
 
 def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Decode datagrams to rows of `DECODED`.
+    """Decode radar datagrams to rows of `DECODED`, and return each row's error (null if it is valid).
 
-    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    An error is the reason why the datagram is not a measurement; its row is null.
     """
     values = one_array(values)
     reasons = Reasons(len(values))
