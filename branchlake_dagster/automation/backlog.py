@@ -113,9 +113,9 @@ def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[As
 
 
 def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[AssetKey, set[AssetKey]]:
-    """Map each asset to the set of all assets in its chain, itself included.
+    """Map each asset to the set of all assets that are linked to it, itself included.
 
-    Two assets are in one chain if `find_downstream` links them, in any direction or through others.
+    `find_downstream` links two assets, in any direction or through others.
     """
     chains: dict[AssetKey, set[AssetKey]] = {}
     for key, followers in downstream.items():

@@ -217,7 +217,7 @@ def measure_waiting_runs(lake: Lakehouse, count: int, *, say: Callable[[str], No
 
 
 def measure_replaced_runs(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
-    """Measure the same for runs that each replaced a partition of one table, as in a backfill."""
+    """Measure the seconds until `count` runs are visible that each replaced a partition of one table."""
     _, elapsed_s, _ = _time_waiting_runs(lake, replaced, count, say=say)
     return {f"waiting_replaced_{count}_s": round(elapsed_s, 1)}
 
@@ -334,7 +334,7 @@ def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
 
 
 def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
-    """Return the same for that table after its old snapshots have expired; 100 stay."""
+    """Return the result of `measure_rebase_ms` after the old snapshots of its table expired; 100 stay."""
     expirer = SnapshotExpirer.of_lake(lake)
     policy = ExpiryPolicy(keep_age=timedelta(0), undo_age=timedelta(0))  # the snapshots are all new
     result = expirer.run(expirer.plan([f"{_HISTORY_NAMESPACE}.t{snapshots}"], policy))

@@ -211,7 +211,7 @@ def build_check_specs(
     *,
     warn_names: Collection[str],
 ) -> list[dg.AssetCheckSpec]:
-    """Return one non-blocking check spec for each name in `promises`, which maps names to descriptions.
+    """Return one non-blocking check spec for each constraint: `promises` maps check names to descriptions.
 
     The description of a spec also says what happens if the check fails. `partitions_def` is the partitions
     definition of a check that covers one partition; None for a check of the whole table. Checks in

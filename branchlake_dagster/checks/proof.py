@@ -45,9 +45,9 @@ _DECIMAL_DIGITS = 20
 
 
 def can_prove(facts: ColumnFacts, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Return whether facts on a column prove that every value of it in the file keeps the promise.
+    """Return whether facts on a file's column prove that all its values satisfy the constraint `promise`.
 
-    `kind` is the type of the column. False means unknown: some value may break the promise.
+    `kind` is the type of the column. False means unknown: some value may violate the constraint.
     """
     if isinstance(promise, NotNull):
         return facts.no_null
@@ -235,7 +235,7 @@ omitted because of 0.0, -0.0 and NaN."""
 
 
 def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Return whether all values of a column keep the promise. False also if only Spark can decide.
+    """Return whether all values satisfy the constraint `promise`. False also if only Spark can decide.
 
     `kind` is the column's Iceberg type. A comparison with a list, or by `!=`, is left to Spark if the column
     has more than `MAX_VALUES` distinct values.

@@ -119,7 +119,7 @@ class DagsterRuns:
         }
 
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
-        """Return whether the run's executor outlived the writer of `beat`.
+        """Return whether the run's log shows that its executor outlived the writer of heartbeat `beat`.
 
         This is possible when steps are processes. The executor outlived the writer if the run's log has a
         step failure after that heartbeat, or any event later than the longest silence of the writer after it.

@@ -1,4 +1,4 @@
-"""Faster starts of the embedded servers: in a thread while a command imports its modules, and from archives.
+"""Faster starts of embedded servers: in a thread while a command imports modules, and from class archives.
 
 A rehearsal starts both servers once, gives them a small workload and stops them. Java then stores the classes
 that they loaded in archives (class data sharing, or an AOT cache of newer Java versions). A later server
@@ -82,7 +82,7 @@ _GRACE_S = 300.0
 
 
 def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Path]:
-    """Create the archives that the servers of `settings` do not have yet, and return their paths.
+    """Create the class archives that the servers of `settings` do not have yet, and return their paths.
 
     Uses two processors for half a minute.
 

@@ -131,7 +131,7 @@ class _Pass:
 
 
 class Compactor:
-    """Compacts tables of one lake. `rewrite` is called as `rewrite_partitions`, for example by tests."""
+    """Compacts tables of one lake. `rewrite` rewrites the files; tests replace it."""
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class TableRoots:
 
 
 class KeptBy(StrEnum):
-    """The rule that keeps the oldest snapshot of the chain."""
+    """The rule that keeps the oldest of a table's kept snapshots."""
 
     CURRENT = "current"
     COUNT = "count"

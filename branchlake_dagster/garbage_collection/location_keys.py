@@ -84,7 +84,7 @@ def _fold(path: str) -> str:
 
 
 class LocationKeyer:
-    """Computes the keys of locations. One object must serve all locations that are compared.
+    """Computes 64-bit keys of file locations. One object must serve all locations that are compared.
 
     The cost is 1 µs per location, and 20 µs per folder for its symbolic links.
     """

@@ -219,7 +219,7 @@ class MetadataCache:
     # -- entries ---------------------------------------------------------------------------------------
 
     def find_state(self, location: str) -> StateFiles | None:
-        """Return what a metadata file names; None if the file must be read."""
+        """Return the files and folders that a metadata file names; None if the file must be read."""
         columns = self._find("states", location)
         if columns is None:
             return None
@@ -251,13 +251,13 @@ class MetadataCache:
         return stamp.size if stamp is not None else 0
 
     def note_reading(self, locations: Sequence[str]) -> None:
-        """Note that these files are read next. Call it before files are read that are added afterwards."""
+        """Record the present stamps of files. Call it before the files are read and added to the cache."""
         if self._path is not None and self._files.is_local:
             kept = [location for location in locations if self._may_keep(location)]
             self._earlier_stamps.update(zip(kept, self._read_stamps(kept), strict=True))
 
     def add_state(self, location: str, files: StateFiles) -> None:
-        """Add what a metadata file names."""
+        """Add the files and folders that a metadata file names."""
         manifests = [path for path, _ in files.manifests]
         values = files.manifest_lists, manifests, files.statistics, files.folders
         self._add("states", location, values, 4 * sum(map(len, values)))
@@ -387,7 +387,7 @@ class MetadataCache:
     # -- writing the cache file ------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the entries that this pass has found or added, if they differ from the file's.
+        """Write the entries that this pass found or added to the cache file, if its contents differ.
 
         An error is reported to `progress` and ignored. Another collection that writes at the same time
         replaces the file as a whole.

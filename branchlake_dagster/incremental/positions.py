@@ -455,10 +455,10 @@ def partition_extent(definition: PartitionsDefinition[str], key: str) -> dict[st
 
 
 def fit_positions(positions: Positions, consumer: Consumer) -> Positions:
-    """Return the positions that still count under the consumer's present partition definition.
+    """Return the positions that are still valid under the consumer's present partition definition.
 
-    If other columns now decide on the partitions, no position counts. Otherwise the common position still
-    counts for the windows and keys that it covers, but entries of single partitions under another definition
+    If other columns now decide on the partitions, no position is valid. Otherwise the common position remains
+    valid for the windows and keys that it covers, but entries of single partitions under another definition
     do not. They were ahead of the common position, so partitions that share rows with them are computed anew
     (`redefined_extents`). A table without partitions has one position for all rows; no position of a
     partitioned table fits it.

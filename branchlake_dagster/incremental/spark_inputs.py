@@ -92,7 +92,7 @@ def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
 
 
 def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """Return a filter of single rows, to be applied before a shuffle or a search among all keys.
+    """Return a cheap filter of rows, applied before each row is compared with all keys.
 
     It matches all rows of the keys, and possibly other rows. For each value of the column with the fewest
     values, such as a day, it tests the values of the other columns: on an old day few accounts have changed,

@@ -254,7 +254,7 @@ Otherwise = Literal["stop", "earliest", "latest"]
 
 @dataclass(frozen=True)
 class CommittedOffsets:
-    """Start at the offsets that a Kafka consumer group has committed, as the sink with that group would.
+    """Start at the offsets that a Kafka consumer group has committed, to replace the sink of that group.
 
     The first record that is read from a partition is the record at the committed offset. The group must have
     no members and no open transaction; otherwise batches fail with `ConsumerGroupActive`. So stop the other

@@ -62,7 +62,7 @@ def record_route(ingest: Ingest, record_format: Format) -> Expression:
 
 
 def takes_route(declaration: IngestTable, route: Expression) -> Expression:
-    """Return the expression whether a table takes records of this route, the expression `route`.
+    """Return an expression that is true if the table takes records of the route (the expression `route`).
 
     It is null for a null route, and for a family also if the route names no valid table. It is true for every
     route, also null, if the declaration of a single table has no route.

@@ -44,7 +44,7 @@ MAX_PASSES = 64
 
 @dataclass(frozen=True)
 class Division:
-    """The result of a search.
+    """The result of a search for unwritable records.
 
     `resolved` are the parts that the batch may take, in order: a pass over each part succeeds, or the part is
     one unwritable record. The search did not reach the offsets after them. `unwritable` maps each record that

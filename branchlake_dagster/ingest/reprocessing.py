@@ -124,7 +124,7 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True)
 class ReprocessingResult:
-    """The result of reprocessing: the targets, and the scan with the files and counts of the dead letters."""
+    """The result of reprocessing dead letters: the tables, and the files and counts that were written."""
 
     ingest: ExpandedIngest
     targets: BatchTargets
@@ -224,9 +224,9 @@ def reprocess_batch(
 
 
 def require_reprocessable_tables(ingestion_tables: IngestionTables, branch: str) -> Offsets:
-    """Return the offsets that all tables have reached.
+    """Raise PositionLost if dead letters cannot be reprocessed now; return the tables' reached offsets.
 
-    Raises PositionLost while a table is rolled back or filled again, or if marks of dead letters were lost.
+    They cannot while a table is rolled back or filled again, or if marks of dead letters were lost.
     """
     ingest = ingestion_tables.ingest
     require_reprocessed_rows(

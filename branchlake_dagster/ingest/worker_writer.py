@@ -118,7 +118,7 @@ def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
-    """Write dead letters of records that no pass could read to data files of their table. Return the files.
+    """Write the dead letters of unwritable records to data files of their table. Return the files.
 
     `dead_letters` has the columns, and `count` is the number of rows.
     """
@@ -126,7 +126,7 @@ def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: 
 
 
 def write_kept_records(work: Work, records: Mapping[str, pa.Array], count: int) -> list[DataFile]:
-    """Write records that no pass could read to data files of the table of kept records. Return the files.
+    """Write unwritable records to data files of the table of kept records. Return the files.
 
     `records` has the columns, and `count` is the number of rows.
     """

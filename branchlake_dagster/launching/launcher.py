@@ -49,7 +49,7 @@ class NoWorker(BranchlakeError, Transient):  # noqa: N818 - named like the other
 
 
 class _SourcesChanged(Exception):  # noqa: N818 - an answer, not an error
-    """The source files differ from the code that the template has imported."""
+    """The source files differ from the code that the warm process has imported."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LoadSpec:
     instance: str
 
     def to_message(self) -> dict[str, Any]:
-        """Return the message that makes a template load this spec."""
+        """Return the message that makes a new warm process load this code location and instance."""
         return asdict(self)
 
 
@@ -211,9 +211,9 @@ class Templates:
         self._slots: dict[str, _TemplateSlot] = {}
 
     def launch(self, load_spec: LoadSpec, run_id: str, *, timeout_s: float) -> int:
-        """Fork a process that executes the run from a template with this spec, and return its process id.
+        """Fork a process for the run from a warm process that has loaded `load_spec`; return its process id.
 
-        `timeout_s` is the largest time that a template may take to load. Raises NoWorker if no process
+        `timeout_s` is the largest time that a warm process may take to load. Raises NoWorker if no process
         executes the run and none will.
         """
         with self._lock:
@@ -257,11 +257,11 @@ class Templates:
         slot.template = None
 
     def process_ids(self) -> dict[str, int]:
-        """Return the process id of each template, by the name of its code location."""
+        """Return the process id of each warm process, by the name of its code location."""
         return {name: slot.template.pid for name, slot in self._slots.items() if slot.template}
 
     def close(self) -> None:
-        """Let all templates end, each after its last worker."""
+        """Let all warm processes end, each after its last worker."""
         for slot in list(self._slots.values()):
             with slot.lock:
                 self._retire(slot)

@@ -162,7 +162,7 @@ def _list_sockets() -> set[str]:
 
 
 class Template:
-    """Forks workers on request and waits for them.
+    """The main loop of a warm process: forks workers on request and waits for them.
 
     `launcher` is the socket of the requests. `sources` are the stamps of the imported files: a request is
     refused if one of them has changed.
@@ -284,7 +284,7 @@ def _only_wake_up(*_: object) -> None:
 
 
 def main(descriptor: int) -> int:
-    """Load the code location, then serve requests. Return the exit status of the template.
+    """Load the code location, then serve requests. Return the exit status of the warm process.
 
     The status is 0, or 1 if the code location cannot be loaded. Forks do not return: they end with
     `end_process`.

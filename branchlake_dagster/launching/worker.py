@@ -1,4 +1,4 @@
-"""Executes one run in a fork of a template, and ends the fork without the interpreter's cleanup.
+"""Executes one run in a fork of a warm process, and ends the fork without the interpreter's cleanup.
 
 A fork ends as the interpreter would, but it does not free the objects that it has inherited. Freeing a
 quarter of a gigabyte of modules, each page copied from the template, was a fifth of the CPU time of a small

@@ -125,7 +125,7 @@ class CommitPlan:
         return None
 
     def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
-        """Accept a candidate whose changes `add_state` adds; return None if it was accepted.
+        """Accept a candidate without its changes, which `add_state` adds. Return None if it was accepted.
 
         Returns Refused if a table that it read has changed, or if it lost a lease.
         """
@@ -139,7 +139,7 @@ class CommitPlan:
         return None
 
     def add_state(self, changes: Sequence[DiffEntry]) -> bool:
-        """Add a checked state as it is, and return whether it was added.
+        """Add the changes of a prepared state that passed its checks; return whether they were added.
 
         `changes` is the difference between `main` and the state. If `main` has changed one of its keys since,
         nothing is added. A namespace that both sides created does not count; it stays as it is on `main`.

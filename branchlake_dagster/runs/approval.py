@@ -93,11 +93,11 @@ class Approvals:
 
     @cached_property
     def has_any(self) -> bool:
-        """Whether a run of the instance has one of the states. Cost: one query for at most one row."""
+        """Whether a run of the instance has one of the approval `states`. Costs a query for one row."""
         return bool(self._instance.get_run_ids(RunsFilter(tags=self._state_filter), limit=1))
 
     def filter_runs(self, run_ids: Collection[str]) -> set[str]:
-        """Return the ids among `run_ids` whose run has one of the states."""
+        """Return the ids among `run_ids` whose run has one of the approval `states`."""
         if not self.has_any:
             return set()
         unread_run_ids = [run_id for run_id in run_ids if run_id not in self._tags]
@@ -122,7 +122,7 @@ class Approvals:
         )
 
     def inherit_approval(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
-        """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
+        """Let the result of run `run_id` wait for approval if a run in `consumed` has one of `states`.
 
         `consumed` are the ids of the runs whose results the run has read for `asset`. Raises NotApproved if
         the run must only consume approved results (`requires_approval`) and one of them is not approved.

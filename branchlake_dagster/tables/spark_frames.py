@@ -359,9 +359,9 @@ def partition_mismatch_error(
 
 
 def inside_assertion(selection: Selection, schema: Schema, is_exempt: str) -> Column:
-    """Return a filter that accepts exempt rows and rows of the run's partitions.
+    """Return a Spark filter that fails the job with OUTSIDE_MESSAGE for a row outside the run's partitions.
 
-    Any other row fails the Spark job with OUTSIDE_MESSAGE.
+    It keeps all rows. Rows for which `is_exempt` holds may be outside.
 
     Args:
         selection: the run's partitions.

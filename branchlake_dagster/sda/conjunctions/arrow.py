@@ -70,7 +70,7 @@ _NEAREST = sorted(
 
 
 def merge_together(found: pl.DataFrame) -> pl.DataFrame:
-    """Merge the rows of the kind `together` of each pair into one row with the closest moment.
+    """Merge the rows of each pair that stays close (kind `together`) into one row with the closest moment.
 
     Several tasks may have rows of this kind for one pair, because each task screens a part of the time. The
     minutes are added. Only one task finds any other event, so all other rows are returned unchanged.

@@ -82,7 +82,7 @@ class Encounters:
 
     @classmethod
     def of(cls, parts: Iterable[Encounters]) -> Self:
-        """Join parts. The rows of a pair that is together are merged into one row.
+        """Join parts. The rows of a pair that stays close (kind `together`) are merged into one row.
 
         The merged row has the closest moment and the sum of the minutes.
         """
@@ -115,7 +115,7 @@ class Encounters:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of the screened time, and the edges of the whole.
+    """A part of the screened time, and the start and end of the whole screened time.
 
     All four instants are UTC microseconds at whole minutes. ``start`` and ``end`` limit the part, ``first``
     and ``last`` the whole.
@@ -135,7 +135,7 @@ class Span:
 
     @classmethod
     def whole(cls, start: int, end: int) -> Self:
-        """Return a span whose both ends are edges."""
+        """Return a span that is the whole screened time."""
         return cls(start, end, start, end)
 
 

@@ -21,7 +21,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 
 
 class Pairs(StrEnum):
-    """The pairs that a task screens: all, or those with a subject."""
+    """The pairs that a task screens: all, or those with at least one object of `Screening.subjects`."""
 
     ALL = "all"
     OF_SUBJECTS = "of subjects"

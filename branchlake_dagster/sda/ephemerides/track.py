@@ -30,7 +30,7 @@ _AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Track:
-    """A sequence of n polynomials without gaps.
+    """An object's interpolated positions: a sequence of n polynomials of time without gaps.
 
     ``knots`` (n + 1,) are UTC microseconds; the track is valid between the first and the last of them. Each
     polynomial counts time from ``origins`` (n,) in units of ``lengths`` (n,) s, and has ``coefficients`` (n,

@@ -32,7 +32,7 @@ class Burst:
     factor: float = 10.0
 
     def factors(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the factor (n,) at instants (n,), in seconds after the start."""
+        """Return the factor (n,) on the message rates at instants (n,), in seconds after the start."""
         if not self.every_s:
             return np.ones(len(seconds))
         since = seconds - self.first_s
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """The counts of one kind of sensor. ``stragglers`` and ``corrupted`` are contained in ``measured``."""
+    """Counts of messages of one kind of sensor. ``measured`` includes ``stragglers`` and ``corrupted``."""
 
     measured: int = 0
     duplicates: int = 0

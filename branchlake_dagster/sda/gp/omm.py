@@ -65,7 +65,7 @@ _FIRST_YEAR = 1957
 
 
 def elements_from_keywords(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Convert a frame of `encodings` to typed candidates and rejected rows.
+    """Convert a frame of OMM keywords (see `encodings`) to typed candidate element sets and rejected rows.
 
     Keyword columns may be missing. The ``raw_text`` of a rejected row without text lists its keywords.
 

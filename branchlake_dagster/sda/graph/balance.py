@@ -38,9 +38,9 @@ class Balance:
 
     @property
     def repeated(self) -> int:
-        """Measurements that were received before, or are missing.
+        """The number of raw measurements that are neither observations nor rejected.
 
-        The number is negative if rejections are outdated.
+        They were received before, or are missing. The number is negative if rejections are outdated.
         """
         return self.raw - self.observations - self.rejected
 

@@ -64,7 +64,7 @@ def sensor_measurements(settings: Settings) -> dg.Definitions:
 
 
 def keeps_records() -> bool:
-    """Return whether the environment asks to keep the bytes. Raises ConfigurationError."""
+    """Return whether the environment asks to keep the bytes of records. Raises ConfigurationError."""
     wanted = os.environ.get(KEEP_RECORDS, "").strip().lower() or "false"
     if wanted not in ("true", "false"):
         raise ConfigurationError(

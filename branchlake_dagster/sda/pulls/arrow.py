@@ -63,7 +63,7 @@ ENTRY_NAMES = ("snapshot_id", *ENTRY_COLUMNS, "collected_at")
 
 
 class RecordKind(StrEnum):
-    """What a row of `record_schema` is."""
+    """The kind of a row of `record_schema`."""
 
     ELEMENT_SET = "element set"
     ENTRY = "entry"

@@ -126,7 +126,7 @@ class MergedRows:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge on workers wrote and counted.
+    """The files and counts of a merge on workers.
 
     ``files`` are the data files of each table, which no snapshot names yet. ``counts`` has ``pulled`` and
     ``new`` sets, the rows of ``catalogue`` and ``objects``, ``changed_sets``, ``withdrawn_sets``,
@@ -153,7 +153,7 @@ class MergeReport:
 
 @dataclass(frozen=True)
 class Merge:
-    """What all tasks of a merge have in common.
+    """The input that all tasks of a merge share.
 
     ``snapshot_ids`` are the snapshots with pulled sets. ``latest`` are the latest sightings after the pulls,
     as far as they are known. ``tables`` are the tables to write, by the names of `COLUMNS_OF_TABLE`.
@@ -270,7 +270,7 @@ def combine_inputs(frames: Mapping[str, DataFrame]) -> DataFrame:
 
 
 def find_latest_sightings(objects: DataFrame | None) -> LatestSightings:
-    """Return the latest sightings of objects. Runs one query, unless there are none."""
+    """Return when each feed last listed objects of the table. Runs one query, unless `objects` is None."""
     if objects is None:
         return LatestSightings({}, None)
     feeds = objects.groupBy("feed").agg(
@@ -286,7 +286,7 @@ def find_latest_sightings(objects: DataFrame | None) -> LatestSightings:
 
 
 def assume_latest_sightings(before: LatestSightings, pulls: PulledSnapshots) -> LatestSightings:
-    """Return the latest sightings after the pulls, on the assumption that no feed lost its latest ones.
+    """Return the latest sightings after the pulls, if no feed loses its latest ones by the merge.
 
     A feed loses them if all objects of its latest pull are seen later in other feeds.
     """

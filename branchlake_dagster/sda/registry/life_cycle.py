@@ -57,7 +57,7 @@ FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "
 
 @dataclass(frozen=True)
 class LatestSightings:
-    """The times after one or more pulls on which the states of all objects depend.
+    """The newest times at which pulled files listed objects. The states of all objects depend on them.
 
     ``by_feed`` is the last sighting of any object that was last seen in the feed. ``newest`` is the latest
     collection time of the element sets and satellite catalog entries of all objects; None without objects.

@@ -160,7 +160,7 @@ _SESSION_ENDS = ("H1", "H2", "H3", "H4", "H8")
 
 
 def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Return a row for each message, and for each row null, or the reason why it is not a measurement."""
+    """Decode messages to one row each, and return each row's error (null if it is a measurement)."""
     values = one_array(values)
     reasons = Reasons(len(values))
     texts, readable = _texts(values)

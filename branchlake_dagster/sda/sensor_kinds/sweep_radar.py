@@ -74,7 +74,7 @@ class RawSweepRadar(OnGround):
 
 
 def decode_sweep(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Return a row for each datagram, and for each row null, or the reason why it is not a measurement."""
+    """Decode datagrams to one row each, and return each row's error (null if it is a measurement)."""
     values = one_array(values)
     reasons = Reasons(len(values))
     rows, right = fixed(values, SWEEP)

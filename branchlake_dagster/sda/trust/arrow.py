@@ -141,7 +141,7 @@ FACTOR_SCHEMA = pa.schema(
 
 
 def select_latest_sets(batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Select the latest set (`SET_SCHEMA`) of each object and epoch from rows with `HISTORY_INPUT`.
+    """Select the latest element set (`SET_SCHEMA`) per object and epoch from rows of `HISTORY_INPUT`.
 
     If two files have different sets of one epoch, the later one is a correction. All sets of an object must
     be in one partition.
@@ -159,7 +159,7 @@ def select_latest_sets(batches: Batches) -> Iterator[pa.RecordBatch]:
 
 
 def describe_objects(batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Describe the objects of sets (`COMPARED_OBJECT_SCHEMA`).
+    """Return the orbit class and the numbers of pairs of each object (`COMPARED_OBJECT_SCHEMA`).
 
     All sets of an object must be in one partition.
     """
@@ -174,13 +174,13 @@ def describe_objects(batches: Batches) -> Iterator[pa.RecordBatch]:
 
 
 def build_first_pairs(objects: pa.Table) -> FirstPairs:
-    """Number the pairs of all objects (`COMPARED_OBJECT_SCHEMA`)."""
+    """Number the pairs of element sets of all objects, from their counts (`COMPARED_OBJECT_SCHEMA`)."""
     counts = np.column_stack([objects.column(f"pairs_of_lag_{lag}").to_numpy() for lag in LAGS])
     return FirstPairs.from_counts(objects.column("sat_no").to_numpy(), counts.astype(np.int64))
 
 
 def compare_batches(first_pairs: FirstPairs) -> BatchFunction:
-    """Return a function from sets (`SET_SCHEMA`) to compared pairs (`PAIR_SCHEMA`).
+    """Return a function that compares older with newer element sets (`SET_SCHEMA` to `PAIR_SCHEMA`).
 
     All sets of an object must be in one partition.
     """
@@ -222,7 +222,7 @@ def summarize_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
 
 
 def fit_batches(max_sigma_km: float) -> BatchFunction:
-    """Return a function from statistics to curves (`GROWTH_SCHEMA`), for all rows in one partition.
+    """Return a function that fits error curves (`GROWTH_SCHEMA`) to statistics, all in one partition.
 
     The arguments are those of `fit_growth`. No statistics give curves of no class.
     """
@@ -252,7 +252,7 @@ def fit_batches(max_sigma_km: float) -> BatchFunction:
 
 
 def read_growth(table: pa.Table) -> ErrorGrowth:
-    """Read curves from rows of `GROWTH_SCHEMA`."""
+    """Read error curves from rows of `GROWTH_SCHEMA`."""
     table = table.sort_by([("class_code", "ascending"), ("age_bin", "ascending")])
     statistics = BinStatistics.without_samples()
     _fill_statistics(statistics, table)
@@ -298,7 +298,7 @@ def find_jump_batches(rough_growth: ErrorGrowth) -> BatchFunction:
 
 
 def median_factors(objects: npt.NDArray[np.int64], values: Floats, rough_sigma: Floats) -> Floats:
-    """Return the factors (n, 5) on the usual error of n objects, from the medians of their differences.
+    """Return the ratios (n, 5) of n objects' errors to the usual errors, by the medians of differences.
 
     Args:
         objects: (k,) The object of each difference, 0 to n - 1.
@@ -330,7 +330,7 @@ def find_swap_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
 
 
 def factor_batches(growth: ErrorGrowth) -> BatchFunction:
-    """Return a function from pairs without jumps (`PAIR_SCHEMA`) to factors of objects (`FACTOR_SCHEMA`).
+    """Return a function that computes objects' error factors (`FACTOR_SCHEMA`) from pairs without jumps.
 
     All pairs of an object must be in one partition.
     """

@@ -65,7 +65,7 @@ def one_array(values: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
 
 
 def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np.void], Bools]:
-    """Return the values of the layout's size as records (k,), and which of the values (n,) these are."""
+    """Return the k values that have the layout's size as records, and a mask (n,) of these values."""
     right = pc.equal(pc.binary_length(values), layout.itemsize).fill_null(False)
     rows = values.filter(right)
     _, offsets, data = rows.buffers()
@@ -112,7 +112,7 @@ def decoded(
 
 
 def numbered(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
-    """Return texts ``prefix-1-2`` of numbers (n,)."""
+    """Return n texts that join a prefix and numbers by dashes, such as ``prefix-1-2``."""
     parts = [pa.array(one.astype(np.int64)).cast(pa.string()) for one in numbers]
     return pc.binary_join_element_wise(prefix, *parts, "-")
 
