@@ -2,7 +2,7 @@
 
 A `Promise` describes the condition of a row constraint as a value, for example `Compared(">=", 0)`. Only such
 conditions can be proved from file metadata, without reading rows. The Spark condition stays authoritative:
-every value that keeps the promise satisfies the Spark condition.
+every value that satisfies the `Promise` satisfies the Spark condition.
 
 A `@pandera.pyspark.check` or `@dataframe_check` method returns True or False for a whole frame. It can only
 be called, which costs one Spark job and gives no counts. With `@row_predicate` the method returns a Spark

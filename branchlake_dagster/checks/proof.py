@@ -2,7 +2,7 @@
 
 Each function returns True only if the constraint is proved; False means that only Spark can decide.
 
-A promise has Spark's meaning: null keeps every promise except `NotNull`, NaN is greater than any number, and
+A constraint has Spark's meaning: null satisfies all but `NotNull`, NaN is greater than any number, and
 both sides of a comparison are cast to a common type. A bound proves nothing if this cast could round or could
 depend on the session: a text against a date, a naive timestamp, a float against a decimal.
 

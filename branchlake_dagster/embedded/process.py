@@ -171,7 +171,7 @@ IDLE_S = 180.0
 
 
 def is_idle(daemon: psutil.Process) -> bool:
-    """Return whether a daemon has no workers, so that it may be ended. Spark starts a new one when needed."""
+    """Return whether a Python daemon of Spark has no workers. It may be ended: Spark starts another."""
     return not daemon.children()
 
 

@@ -55,7 +55,7 @@ class Unprepared(Generic[T]):
 
 
 class ForwardCommit(Generic[T]):
-    """One call that changes one table by one commit on `main`. Use an object for one call of `run`.
+    """Changes one table by one commit on `main`. Use each object for one call of `run`.
 
     `prepare` is called once for each attempt with the table's content on `main`, or None if `main` does not
     have the table. It returns the new state to commit, or `Unprepared` if no commit is needed.

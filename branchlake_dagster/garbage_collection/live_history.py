@@ -51,7 +51,7 @@ class HistoryHorizon:
 
 @dataclass(frozen=True)
 class LiveState:
-    """A state of a table or view that a live commit has.
+    """A state of a table or view that may still be read, because a live commit has it.
 
     `location` is the state's metadata file. `reference` and `commit` say where the state was found first;
     other references and commits may have it too. `content_type` is Nessie's type, such as `ICEBERG_TABLE`.
@@ -127,7 +127,7 @@ class LiveHistory:
         return len(self._covered)
 
     def has_commit(self, commit_hash: str) -> bool:
-        """Return whether a commit is live."""
+        """Return whether a commit is live: its states may still be read."""
         return commit_hash in self._covered
 
     def update(self) -> list[LiveState]:

@@ -328,7 +328,10 @@ class ReachableFiles:
             self._add_manifests(unread[start : start + _FILES_AT_ONCE])
 
     def _load_states(self, states: Sequence[LiveState]) -> list[StateFiles]:
-        """Return what each state names, from the cache or its metadata file; nothing if it is unreadable."""
+        """Return the files and folders that each state names, from the cache or its metadata file.
+
+        A state whose file is unreadable names nothing.
+        """
 
         def read(unread: Sequence[LiveState]) -> list[StateFiles | None]:
             return map_concurrently(self._read_state, unread, lambda state: state.location)

@@ -154,7 +154,7 @@ def ingest_batch(
     failed scans, and of a batch that certainly failed, and the metadata of dropped staging tables.
 
     Raises the errors of `evolve_until_stable`; LandingDamaged if files do not have the records that their
-    names promise; TopicReplaced if a topic was recreated during the batch; and EarlierAttemptLate if an
+    names state; TopicReplaced if a topic was recreated during the batch; and EarlierAttemptLate if an
     earlier attempt of the step committed during the batch.
     """
     batch_id = commit_id or str(uuid.uuid4())

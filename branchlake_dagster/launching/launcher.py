@@ -72,17 +72,16 @@ class LoadSpec:
 
 
 _DESCRIPTOR = 3
-"""The descriptor of the template's end of the socket pair."""
+"""The descriptor of the warm process's end of the socket pair."""
 
 _retiring_pids: list[int] = []
-"""Process ids of templates that end by themselves. They are polled now and then, so that no zombie remains.
-"""
+"""Process ids of warm processes that end by themselves. They are polled, so that no zombie remains."""
 
 
 def _spawn_template(child_socket: socket.socket) -> int:
-    """Start a template process that inherits `child_socket`, and return its process id.
+    """Start a warm process that inherits `child_socket`, and return its process id.
 
-    Not by subprocess: its object warns about a process that outlives it, as a template with runs does.
+    Not by subprocess: its object warns about a process that outlives it, as a warm process with runs does.
     """
     # Only a duplicated descriptor stays open in the new program, and a descriptor cannot be duplicated onto
     # itself.
@@ -106,7 +105,7 @@ def _has_ended(pid: int) -> bool:
 
 
 class _TemplateHandle:
-    """The connection to one template: a warm process, with loaded definitions, that forks workers for runs.
+    """The connection to a warm process, which has loaded definitions and forks workers for runs.
 
     Two threads must not use it at the same time. The constructor starts the process and waits until it has
     loaded the definitions. It raises NoWorker if that fails or takes longer than `timeout_s` seconds.
@@ -139,7 +138,7 @@ class _TemplateHandle:
         """Fork a worker that executes the run, and return its process id.
 
         Raises NoWorker if no worker will execute the run. Raises _SourcesChanged if a source file has changed
-        since the template imported it.
+        since the warm process imported it.
         """
         own_socket, child_socket = socket.socketpair()
         # The worker must not begin once the launcher has given up. It learns that from the closed socket.
@@ -192,7 +191,7 @@ class _TemplateHandle:
 
 @dataclass
 class _TemplateSlot:
-    """The template of one code location.
+    """The warm process of one code location.
 
     `last_failure` is the last failed load: its spec, its time by the clock, and its error.
     """

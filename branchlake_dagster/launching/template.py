@@ -245,7 +245,7 @@ class Template:
     def _fork(self, run: WorkerRun | None) -> bool:
         """Fork this process. `run` is the run of the fork, or None for a fork that only reports a crash.
 
-        Returns True in the template and False in its fork, which closes everything of the template.
+        Returns True in this process and False in its fork, which closes everything of this process.
         """
         # Both processes would write text that was printed but not yet flushed.
         sys.stdout.flush()
@@ -270,7 +270,7 @@ class Template:
             self._launcher = None
 
     def _on_term(self, *_: object) -> None:
-        """Stop accepting requests. The template still waits for its workers."""
+        """Stop accepting requests. The warm process still waits for its workers."""
         self._asked_to_end = True
 
 
@@ -291,7 +291,7 @@ def main(descriptor: int) -> int:
     """
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
-    # Ctrl-C reaches all processes of the terminal. It interrupts the workers, but the template must still
+    # Ctrl-C reaches all processes of the terminal. It interrupts the workers, but this process must still
     # wait for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,8 +1,8 @@
 """Executes one run in a fork of a warm process, and ends the fork without the interpreter's cleanup.
 
 A fork ends as the interpreter would, but it does not free the objects that it has inherited. Freeing a
-quarter of a gigabyte of modules, each page copied from the template, was a fifth of the CPU time of a small
-run. The kernel frees them at once.
+quarter of a gigabyte of modules, each page copied from the warm process, was a fifth of the CPU time of a
+small run. The kernel frees them at once.
 
 `WorkerProcess` identifies the process that executes a run. Other processes of its machine can check it
 safely, because the process id alone may be reused.

@@ -85,7 +85,7 @@ class CommitPlan:
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
     ) -> Published | Refused | NeedsChecks | None:
-        """Add a candidate; return None if it was accepted.
+        """Add a candidate to the commit. Return None if it was added, else why it was not.
 
         `reads` are the contents of its read set at its base. Set `checked` if the checks on whole tables
         pass on the result of the plan, before or after this call. Otherwise a candidate that needs these

@@ -101,7 +101,7 @@ class RunOutcome:
 
     @property
     def published(self) -> bool:
-        """Whether `main` has the run."""
+        """Whether the run is published on `main`."""
         return self.status == RunState.PUBLISHED
 
     def __str__(self) -> str:

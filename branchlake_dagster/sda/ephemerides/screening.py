@@ -121,7 +121,7 @@ def _take_rows(found: Found, rows: Rows) -> Found:
 
 
 def _screen_track(track: Track, elements: Elements, first: int, last: int, threshold_km: float) -> Found:
-    """Return the close approaches of one track between two instants, both of which are edges."""
+    """Return the close approaches of one track between two instants, where the screened time ends."""
     cuts = np.unique(np.append(np.arange(first // _CELL * _CELL, last, _CELL), [first, last]))
     cuts = cuts[(cuts >= first) & (cuts <= last)]
     row, begin = _candidates(track, elements, cuts, threshold_km)

@@ -210,7 +210,7 @@ def merge_pulls(
 
 
 def _agree(assumed: LatestSightings, reported: LatestSightings) -> bool:
-    """Return whether all objects have the states that they would have by the reported sightings."""
+    """Return whether the assumed sightings give all objects the same states as the reported ones."""
     return assumed.newest == reported.newest and all(
         assumed.by_feed.get(feed) == time for feed, time in reported.by_feed.items()
     )
@@ -225,7 +225,7 @@ def _select_objects(frame: DataFrame, sat_nos: Sequence[int]) -> DataFrame:
 
 @dataclass
 class _WorkerReports:
-    """What the tasks of one merge sent back."""
+    """The files and counts that the tasks of one merge sent back."""
 
     files: dict[str, list[DataFile]] = field(default_factory=lambda: {name: [] for name in COLUMNS_OF_TABLE})
     counts: Counter[str] = field(default_factory=Counter)

@@ -358,7 +358,7 @@ def _sorted_elements(table: pa.Table) -> Elements:
 
 
 def _read_differences(table: pa.Table) -> tuple[npt.NDArray[np.int64], Differences, int]:
-    """Read pairs that are sorted by object: the object (k,) of each pair, the pairs, and the number of sets.
+    """Read pairs that are sorted by object: the object (k,) of each, the pairs, the number of element sets.
 
     Rows of the history are counted anew, object by object.
     """
