@@ -17,7 +17,7 @@ _MODULE = "branchlake_dagster.bench.trivial_project"
 
 
 def measure_trivial_runs(home: Path, *, rounds: int, say: Callable[[str], None]) -> float:
-    """Return the median seconds from launch to success, with Dagster's own launcher, queue and settings.
+    """Measure trivial runs with Dagster's own launcher, queue and settings: median seconds to success.
 
     Args:
         home: An empty folder for Dagster's home.

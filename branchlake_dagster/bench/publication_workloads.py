@@ -143,7 +143,7 @@ _PASSES = 3
 
 
 def measure_reconcile(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> float:
-    """Return the median seconds of a reconciler pass over `count` temporary run branches."""
+    """Measure a reconciler pass over `count` temporary run branches, in median seconds."""
     run_ids = [str(uuid4()) for _ in range(count)]
     main_hash = lake.nessie.reference(MAIN).hash
 
@@ -328,13 +328,13 @@ _HISTORY_SCHEMA = Schema(NestedField(1, "token", StringType(), required=False))
 
 
 def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
-    """Return the median milliseconds of rebasing an append to a table with `snapshots` snapshots."""
+    """Measure the rebase of an append to a table with `snapshots` snapshots, in median milliseconds."""
     _create_long_history(lake, f"t{snapshots}", snapshots)
     return _time_rebases(lake, f"t{snapshots}")
 
 
 def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
-    """Return the result of `measure_rebase_ms` after the old snapshots of its table expired; 100 stay."""
+    """Expire all but 100 snapshots of the table of `measure_rebase_ms`, and measure the rebase again."""
     expirer = SnapshotExpirer.of_lake(lake)
     policy = ExpiryPolicy(keep_age=timedelta(0), undo_age=timedelta(0))  # the snapshots are all new
     result = expirer.run(expirer.plan([f"{_HISTORY_NAMESPACE}.t{snapshots}"], policy))
@@ -344,7 +344,7 @@ def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
 
 
 def measure_publish_ms(lake: Lakehouse, snapshots: int, rounds: int) -> float:
-    """Return the median milliseconds of publishing an append without a rebase, after `rounds` publications.
+    """Measure the publication of an append without a rebase, in median milliseconds of `rounds` publications.
 
     The table is that of an earlier call of `measure_rebase_ms` with the same number of snapshots.
     """

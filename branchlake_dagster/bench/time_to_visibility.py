@@ -31,7 +31,7 @@ def pack_offsets(rows: pa.Table) -> np.ndarray[Any, Any]:
 def measure_delays(
     table: Table, feed: BenchFeed, visible_at: Callable[[Snapshot], float], *, since: float = 0.0
 ) -> np.ndarray[Any, Any]:
-    """Return the seconds from sending each record until its snapshot was visible. Reads each file once.
+    """Measure the seconds from sending each record until its snapshot was visible. Reads each file once.
 
     Args:
         table: The table with the columns `OFFSET_COLUMNS`.

@@ -77,7 +77,7 @@ class ForwardCommit(Generic[T]):
         """The state that was sent to Nessie last."""
 
     def run(self) -> tuple[T, str | None]:
-        """Return the result and the hash of the commit; the hash is None if no commit was needed.
+        """Commit the change. Return the result and the commit's hash (None if no commit was needed).
 
         Makes at most five attempts.
 

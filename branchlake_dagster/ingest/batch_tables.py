@@ -179,7 +179,7 @@ def prepare_targets(
     identifiers: Mapping[str, Identifier],
     inferred_columns: Mapping[str, StructType],
 ) -> BatchTargets:
-    """Return the targets in the order of `identifiers`. Missing tables are created on the branch.
+    """Create missing tables on the branch, and return the batch's targets in the order of `identifiers`.
 
     `inferred_columns` maps the name of a table to create to its columns. Raises TypesUnknown if a table to
     create is not in `inferred_columns`, TableMissing if the ingestion must not create tables, and

@@ -60,7 +60,7 @@ class BrokerLogin:
         return self._stored_password() is not None
 
     def create_password(self) -> str:
-        """Return the stored password, or create and store one.
+        """Create and store a password if none is stored, and return it.
 
         Also writes the client options for Kafka's console tools.
         """

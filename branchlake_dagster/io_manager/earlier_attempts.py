@@ -33,7 +33,7 @@ _MAIN = "main"
 
 
 def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
-    """Return the table without the rows that earlier attempts of a step added to it.
+    """Remove the rows that earlier attempts of a step added to the table, and return the table.
 
     `properties` are the snapshot properties of the step's write. A snapshot of an earlier attempt has the
     same root run, base hash, step, asset and partitions. The base hash is the commit of `main` from which the
@@ -56,7 +56,7 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
 
 
 def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
-    """Return the table, after an append, without rows that other attempts of the step have added.
+    """Remove, after an append, the rows that other attempts of the step have added; return the table.
 
     A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table. Tables of
     other write modes are returned unchanged.

@@ -73,7 +73,7 @@ FileValueFinder = Callable[[DataFile], Any]
 def report_partition_rows(
     context: OutputContext, table: Table, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> int | None:
-    """Return the row count of the output's partition; report the counts of several partitions.
+    """Count the rows of the output's partitions: return one count, or report several to Dagster.
 
     For several partitions, the counts are added to their materializations, and the result is None. The result
     is also None, and nothing is reported, if counts are not known or there are more than `MAX_PARTITIONS`

@@ -83,7 +83,7 @@ class FailedAttempts:
         return Outcome(branch, run.run_id, RunState.WAITING, f"next attempt at {next_attempt}: {reason}")
 
     def record(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
-        """Record a failed attempt and return its outcome `TRY_AGAIN`. Only errors that persist are counted.
+        """Record a failed attempt, and return `TRY_AGAIN`. Only errors that persist are counted.
 
         The eighth counted attempt parks the run; its outcome says so in the detail.
 

@@ -392,7 +392,7 @@ class Publisher:
         publish: Callable[[Sequence[Candidate]], Mapping[str, Result | Exception]],
         batch: Sequence[Candidate],
     ) -> Mapping[str, Result | Exception]:
-        """Return the results of `publish` for a batch, by branch name. Raises no error.
+        """Call `publish` for a batch, and return its results by branch name. Raises no error.
 
         If `publish` raises an error that may pass, all candidates get this error as their result. If the
         error persists (`may_succeed_later`), each candidate is tried alone.

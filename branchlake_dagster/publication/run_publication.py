@@ -546,7 +546,7 @@ class _PublishingExecutor(Executor):
 
 
 def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
-    """Return the outcome of `publish`, or TRY_AGAIN if it takes longer than `timeout_s` seconds.
+    """Call `publish` and return its outcome, or TRY_AGAIN if it takes longer than `timeout_s` seconds.
 
     Errors of `publish` are raised. A storage or database that does not answer must not keep the run from
     ending. The call continues in its thread as long as the process lives. The sensor may publish at the same

@@ -228,10 +228,10 @@ class LakehouseResource(LakeConfig):
         return self._reads
 
     def open_branch(self) -> str:
-        """Return the reference for reads and writes: the run's branch, or `main` outside a run.
+        """Open the run's branch, which is created if needed. Return the reference for reads and writes.
 
-        The branch is created if needed. In a run that repeats checks for the publisher, the reference is
-        `name@hash`, which is read-only.
+        The reference is the run's branch, or `main` outside a run. In a run that repeats checks for the
+        publisher, it is `name@hash`, which is read-only.
         """
         if self._run_branch is None:
             return self._pinned or MAIN

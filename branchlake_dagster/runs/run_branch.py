@@ -43,7 +43,7 @@ def run_id_of_branch(branch: str) -> str:
 
 
 def ensure_main_has_commit(client: NessieClient) -> str:
-    """Return the hash of the head of `main`. An empty `main` gets a first commit.
+    """Make a first commit if `main` is empty. Return the hash of the head of `main`.
 
     A branch of an empty `main` could never be merged, because Nessie finds no common ancestor. Raises
     NessieConflict if four attempts to commit conflict.
@@ -115,7 +115,7 @@ class RunBranch:
         self.run_id = run_id
 
     def open(self) -> RunLocation:
-        """Return the branch and base hash of the run. The branch is created if needed.
+        """Open the run's branch, which is created if needed. Return the branch and its base hash.
 
         If Nessie is not available and `direct_main` is set, the run is unbranched: its branch is `main`, with
         an empty base hash if Nessie did not answer. Raises RunBranchGone if the branch was deleted, and the

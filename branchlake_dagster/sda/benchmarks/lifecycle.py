@@ -42,7 +42,7 @@ class Timed:
 
 
 def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the times of a small asset (medians), of the whole graph (sums), and of their parts, in seconds.
+    """Measure the times of a small asset (medians), the whole graph (sums), and their parts, in seconds.
 
     The benchmark uses a separate state folder, running servers, a daemon and the publication sensor. The
     first run of the small asset warms the servers and is not counted. For comparison it measures an asset in

@@ -50,7 +50,7 @@ class RegistryFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the 
 
 
 def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return median times in seconds, in a separate state folder, with warm servers and tables.
+    """Measure merges of five catalogs: median seconds, in a separate state folder with warm servers.
 
     Each round has five new pulls (files of one provider each) with `rows` rows together. Every object is in
     each pull with another epoch. Figures of a round:

@@ -32,7 +32,7 @@ def feed_name(snapshot_id: str) -> str:
 
 
 def source_name(snapshot_id: str) -> str:
-    """Return the source of a snapshot by the first word of its id; the default is the catalog of record."""
+    """Return the source of a snapshot by the first word of its id; the default is the first of `SOURCES`."""
     return _SOURCE_OF_PROVIDER.get(re.split(r"[-_.]", snapshot_id, maxsplit=1)[0].lower(), SOURCES[0])
 
 
