@@ -144,7 +144,7 @@ class DelayHistogram:
     total_s: float = 0.0
 
     def add(self, seconds: npt.NDArray[np.float64]) -> None:
-        """Add delays in seconds to their classes and to the sum."""
+        """Count delays in seconds in the histogram, and add them to the sum."""
         class_counts = np.bincount(np.searchsorted(DELAYS_S, seconds), minlength=len(self.classes))
         self.classes = [
             old_count + int(new_count)

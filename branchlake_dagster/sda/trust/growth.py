@@ -214,7 +214,7 @@ def _solve_normal_equations(a: Floats, b: Floats) -> tuple[float, float]:
 def object_factors(
     object_index: npt.NDArray[np.int64], count: int, ratio: Floats, quantile: float = ONE_SIGMA_QUANTILE
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the number of samples (count,) and the factors (count, 5) of objects.
+    """Compute each object's number of samples (count,) and its factors (count, 5) on its class's curves.
 
     Args:
         object_index: (k,) the object of each difference, 0 to count - 1.
