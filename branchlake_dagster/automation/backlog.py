@@ -74,7 +74,7 @@ def iter_consumers(
             consumer = build_consumer(spec, declaration, node.partitions_def, default_namespace, get_mapping)
             whole_inputs = {
                 input_key: table_identifier(input_key, default_namespace)
-                for input_key in loaded_inputs(graph, key) - consumer.inputs.keys()
+                for input_key in sorted(loaded_inputs(graph, key) - consumer.inputs.keys())
             }
             yield ConsumingAsset(key, consumer, partitions_per_run(node.backfill_policy), whole_inputs)
 
