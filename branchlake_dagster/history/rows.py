@@ -185,13 +185,12 @@ class RowReader:
         """
         change = self._change
         # All rows of a removed file count as removed already. A file that was only compacted is not excluded:
-        # its rows stay, except those that these delete files deleted.
-        changed_paths = {
-            changed.path
-            for step in change.steps
-            if step.kind is not ChangeKind.COMPACT
-            for changed in step.removed
-        }
+        # its rows stay, except those that these delete files deleted. Nor is a file that was restored since.
+        changed_paths: set[str] = set()
+        for step in change.steps:
+            if step.kind is not ChangeKind.COMPACT:
+                changed_paths |= {changed.path for changed in step.removed}
+                changed_paths -= {changed.path for changed in step.added}
         changed_paths |= {changed.path for changed in change.added}
         seen_positions: dict[str, pa.Array] = {}
         for delete_file in change.deletes:

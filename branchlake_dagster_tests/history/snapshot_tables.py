@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyiceberg.catalog.memory import InMemoryCatalog
 from pyiceberg.expressions import EqualTo
+from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -63,6 +64,16 @@ def replace_day(table: Table, day: str, rows: Rows) -> None:
         overwrite_filter=EqualTo("day", day),
         snapshot_properties={"branchlake.write_mode": "replace_partitions"},
     )
+
+
+def change_files(table: Table, *, added: Sequence[DataFile] = (), removed: Sequence[DataFile] = ()) -> None:
+    """Commit a snapshot that adds and removes these files."""
+    updates = build_snapshot(
+        table, added=added, removed=removed, operation=Operation.OVERWRITE, properties={}, written_paths=[]
+    )
+    transaction = table.transaction()
+    transaction._apply(updates)
+    transaction.commit_transaction()
 
 
 def compact(table: Table) -> None:

@@ -27,6 +27,7 @@ from branchlake_dagster_tests.history.snapshot_tables import (
     SCHEMA,
     append,
     catalogue,
+    change_files,
     compact,
     counted,
     difference,
@@ -74,6 +75,19 @@ def test_a_new_consumer_loses_no_row_that_it_never_had(table: Table) -> None:
     change = captured(table, None)
     assert change.deletes
     assert rows(table, change) == {("a", 7): 1, ("b", 3): 1}
+
+
+def test_a_row_of_a_file_that_was_removed_and_restored_can_be_deleted(table: Table) -> None:
+    """As an undo restores a file, after which somebody deletes one of its rows."""
+    since = current_position(table)
+    (file,) = (task.file for task in table.scan("day = 'a'").plan_files())
+    change_files(table, removed=[file])
+    change_files(table, added=[file])
+    delete_at(table, file.file_path, 1, properties={})
+    change = captured(table, since)
+    assert not change.added
+    assert not change.removed
+    assert rows(table, change) == {("a", 2): -1}
 
 
 def test_a_new_consumer_gets_everything(table: Table) -> None:
