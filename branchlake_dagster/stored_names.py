@@ -393,6 +393,7 @@ class ExclusiveProperty:
         later_rows_prefix: The prefix of another exclusive property, or None. Both properties' names end with
             the same ingestion's name. A snapshot on `main` with the other property appends records that were
             received later. A run with this property never changes these records, so the two do not conflict.
+        is_position: Whether the next run reads from the value. The undo of a publication may keep positions.
     """
 
     prefix: str
@@ -400,6 +401,7 @@ class ExclusiveProperty:
     conflict_code: str
     rewind_reason: str
     later_rows_prefix: str | None = None
+    is_position: bool = True
 
 
 _REWIND_REASON = (
@@ -425,6 +427,7 @@ EXCLUSIVE_PROPERTIES = (
         "dead_letters_reprocessed",
         _REWIND_REASON,
         later_rows_prefix=LakeProperty.OFFSETS_PREFIX,
+        is_position=False,
     ),
 )
 """All exclusive properties. Every check of a publication uses this list."""

@@ -744,7 +744,8 @@ def _plan_properties(
     """Plan to restore the earlier values of properties in `undo`, except those changed again since."""
     removed_names = []
     for name, old_value in own.old_properties.items():
-        is_kept = keep_positions and find_exclusive_property(name) is not None
+        exclusive = find_exclusive_property(name)
+        is_kept = keep_positions and exclusive is not None and exclusive.is_position
         current_value = current_properties.get(name)
         if is_kept or current_value != own.new_properties.get(name) or current_value == old_value:
             continue

@@ -1,5 +1,9 @@
 """The undo of batches of an ingestion, and of changes that Spark wrote."""
 
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +11,13 @@ import pytest
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.errors import UndoRefused
+from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.progress import reprocessing_runs
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger import Published
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver, an_ingest, land
 from branchlake_dagster_tests.ingest.test_landing_source import values as records
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
@@ -41,6 +49,80 @@ def test_an_ingestion_reads_the_records_of_an_undone_batch_again(
     assert len(driver.dead()) == 1
     with pytest.raises(UndoRefused):
         undo(lakehouse, first)
+
+
+@pytest.mark.spark
+def test_the_marks_of_dead_letters_are_undone_with_their_rows(
+    lakehouse: Lakehouse, spark_session: SparkSession, tmp_path: Path
+) -> None:
+    """A record is a row or a waiting dead letter, and never both, whatever is undone."""
+    ingest = an_ingest(route_by="to")
+    ingest = replace(ingest, tables=[replace(ingest.tables[0], route="a")])
+    driver = LandingDriver(lakehouse, tmp_path, ingest, spark_session)
+    record_numbers = itertools.count()
+    run_numbers = itertools.count()
+
+    def land_records(*routes: str) -> None:
+        lines = [json.dumps({"id": next(record_numbers), "to": route}).encode() for route in routes]
+        land(tmp_path, "a", lines)
+
+    def publish(step: Callable[[BatchContext], object]) -> str:
+        base_hash = lakehouse.nessie.reference(MAIN).hash
+        place = replace(driver.place(), run_id=f"run-{driver.ingest.name}-{next(run_numbers)}")
+        place = replace(place, snapshot_properties={LakeProperty.RUN_ID: place.run_id})
+        assert step(place) is not None
+        assert isinstance(driver.publish_run(place, base_hash), Published)
+        return place.run_id
+
+    def batch() -> str:
+        return publish(lambda place: ingest_batch(driver.look(place.branch), place, driver.records, tasks=1))
+
+    def reprocess_on(place: BatchContext) -> object:
+        session = lakehouse.spark_session(place.branch)
+        try:
+            place = replace(place, session=lambda: session)
+            return reprocess_batch(driver.ingest, place, DeadLetterSelection())
+        finally:
+            session.stop()
+
+    def reprocess() -> str:
+        return publish(reprocess_on)
+
+    def state() -> tuple[list[int], list[int]]:
+        """Return the ids of the rows, and the offsets of the waiting dead letters."""
+        waiting = [row["offset"] for row in driver.dead() if row["reprocessed_in"] is None]
+        return [row["id"] for row in driver.rows(by="id")], waiting
+
+    land_records("a", "b")
+    batch()
+    assert state() == ([0], [1])
+    driver.ingest = replace(driver.ingest, tables=[replace(driver.ingest.tables[0], route="a|b")])
+    first = reprocess()
+    assert state() == ([0, 1], [])
+    undo(lakehouse, first)
+    assert state() == ([0], [1])
+    second = reprocess()
+    land_records("b", "c")
+    newest = batch()
+    assert state() == ([0, 1, 2], [3])
+    undo(lakehouse, second, keep_positions=True)  # beside a batch that was published since
+    assert state() == ([0, 2], [1, 3])
+    for table in (driver.table(0), driver.table(-1)):
+        assert reprocessing_runs(driver.ingest.name, table.metadata.properties) == []
+    reprocess()
+    assert state() == ([0, 1, 2], [3])
+    driver.ingest = replace(driver.ingest, tables=[replace(driver.ingest.tables[0], route="a|b|c")])
+    third = reprocess()
+    assert state() == ([0, 1, 2, 3], [])
+    with pytest.raises(UndoRefused):
+        undo(lakehouse, newest)
+    done = undo(lakehouse, newest, with_followers=True)
+    assert third in {one.run_id for one in done.publications}
+    batch()
+    assert state() == ([0, 2, 3], [1])  # the run that reprocessed 1 had also marked 3, which failed again
+    assert driver.look().plan.is_empty
+    reprocess()
+    assert state() == ([0, 1, 2, 3], [])
 
 
 @pytest.mark.spark
