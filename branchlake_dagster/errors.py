@@ -273,6 +273,8 @@ __all__ = [
 ]
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
+_LONGEST_LINE = 200
+"""The largest number of characters of another library's error in a message."""
 _SHOWN_VALUES = 5
 
 
@@ -285,6 +287,19 @@ def format_first_values(values: tuple[str, ...]) -> str:
     """Join the first five values for a message, such as `a, b, c, d, e and 3 more`."""
     more = f" and {len(values) - _SHOWN_VALUES} more" if len(values) > _SHOWN_VALUES else ""
     return ", ".join(values[:_SHOWN_VALUES]) + more
+
+
+def format_first_line(error: BaseException, *, names_class: bool = True) -> str:
+    """Format an error of another library as one line without a final period: its class and first line.
+
+    A long line is cut, and credentials in URLs are replaced by `***`. Without `names_class`, the class is
+    named only if the error has no text.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = without_credentials(lines[0].rstrip(".")) if lines else ""
+    if names_class or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} …"
 
 
 class Transient:

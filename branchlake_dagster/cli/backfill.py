@@ -45,7 +45,7 @@ from branchlake_dagster.automation.backfill_stages import (
     plan_retry,
 )
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
-from branchlake_dagster.cli.dagster_home import dagster_home
+from branchlake_dagster.cli.dagster_home import open_instance
 from branchlake_dagster.cli.location import require_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import AssetGraph, load_tagged_backfills
@@ -75,8 +75,7 @@ def open_location(module: str | None) -> Iterator[LocationContext]:
     """
     location, loaded_settings = require_location(module)
     repository, settings = location.repository, loaded_settings.settings
-    dagster_home(settings)
-    with DagsterInstance.get() as instance:
+    with open_instance(settings) as instance:
         sensors = declared_sensors(repository)
         yield LocationContext(
             repository.asset_graph, LakehouseResource.from_settings(settings), instance, sensors
@@ -555,8 +554,7 @@ def approve_assets(settings: Settings, backfill_id: str, assets: Sequence[str]) 
 
     Raises ConfigurationError for an unknown id.
     """
-    dagster_home(settings)
-    with DagsterInstance.get() as instance:
+    with open_instance(settings) as instance:
         return approve_results(instance, backfill_id, [AssetKey.from_user_string(asset) for asset in assets])
 
 

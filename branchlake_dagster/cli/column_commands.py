@@ -62,11 +62,9 @@ def _change_columns(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from dagster import DagsterInstance
-
     from branchlake_dagster.automation import progress
     from branchlake_dagster.automation.progress import UnreadableTable
-    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.cli.dagster_home import open_instance
     from branchlake_dagster.errors import ConfigurationError
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.nessie.model import ContentKey
@@ -114,8 +112,7 @@ def _change_columns(
             )
     commit = None
     if not dry_run:
-        dagster_home(settings)
-        with DagsterInstance.get() as instance:
+        with open_instance(settings) as instance:
             commit = change_columns(
                 lake, change, instance=load_instance_id(instance), required_columns=used_columns
             )

@@ -7,18 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import requests
 
 from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.embedded.state_folder import make_state_folder
+from branchlake_dagster.errors import ConfigurationError, format_first_line
 from branchlake_dagster.extras import require_modules
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
+
+if TYPE_CHECKING:
+    from dagster import DagsterInstance
 
 _DAGSTER_YAML = """\
 telemetry:
@@ -65,6 +71,45 @@ def dagster_home(settings: Settings) -> Path:
     os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
     prepare_home(home)
     return home
+
+
+@contextmanager
+def open_instance(settings: Settings) -> Iterator[DagsterInstance]:
+    """Open the Dagster instance with which a command works.
+
+    The folder in `DAGSTER_HOME` is used as it is: only `dagster_home` configures it, for `branchlake up` and
+    the demo. The default home, `dagster` in the state folder, is created and configured if needed. Sets the
+    same variables as `dagster_home`.
+
+    Raises ConfigurationError if the folder does not exist, or if Dagster cannot open its instance.
+    """
+    from dagster import DagsterInstance
+
+    home = dagster_home_path(settings)
+    if home == (settings.state_dir / "dagster").absolute():
+        dagster_home(settings)
+    elif not home.is_dir():
+        raise ConfigurationError(
+            f"DAGSTER_HOME is {home}, which is not a folder.",
+            hint="Correct DAGSTER_HOME, or let `branchlake up` create the folder.",
+            reason="dagster_home_missing",
+            subject=str(home),
+        )
+    os.environ["DAGSTER_HOME"] = str(home)
+    os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dagster warns of a folder without dagster.yaml
+            opened_instance = DagsterInstance.get()
+    except Exception as error:
+        raise ConfigurationError(
+            f"Dagster's instance in {home} cannot be opened: {format_first_line(error)}.",
+            hint=f"Correct {home / 'dagster.yaml'}, or start the database that it names.",
+            reason="dagster_unavailable",
+            subject=str(home),
+        ) from error
+    with opened_instance as instance:
+        yield instance
 
 
 def dagster_home_path(settings: Settings) -> Path:

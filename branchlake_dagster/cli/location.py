@@ -14,7 +14,7 @@ import click
 from dagster import RepositoryDefinition, build_resources
 
 from branchlake_dagster.cli.command_settings import ENVIRONMENT, CommandSettings, load_command_settings
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, format_first_line
 from branchlake_dagster.internals.dagster import (
     NamedLocation,
     import_repository,
@@ -24,9 +24,6 @@ from branchlake_dagster.internals.dagster import (
 )
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
-
-_LONGEST_ERROR = 200
-"""Maximum number of characters of a loading error in a message."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,12 @@ def load_module_settings(module: str) -> CommandSettings:
     try:
         with _silence_output():
             repository = import_repository(module_location(module))
-    except (ImportError, ValueError) as error:
+    except BranchlakeError:
+        raise
+    except Exception as error:
         raise ConfigurationError(
-            f"{module} cannot be loaded as a code location: {error}",
-            hint="Name the module with your Definitions: -m my_project.definitions.",
+            f"{_format_load_error(module, error)}.",
+            hint="Correct it, or name the module with your Definitions: -m my_project.definitions.",
         ) from error
     location = LoadedLocation(module, "-m", repository)
     return _select_settings(find_lakes(location), [location], [])
@@ -116,12 +115,10 @@ def _first_named_locations(files: Sequence[Path], load_errors: list[str]) -> lis
 
 
 def _format_load_error(name: str, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    message = lines[0].rstrip(".") if lines else ""
-    if not isinstance(error, ImportError) or not message:  # Dagster's message already names the class
-        message = f"{type(error).__name__}: {message}".removesuffix(": ")
-    short_message = message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]} …"
-    return f"{name} cannot be loaded: {short_message}"
+    # Dagster's ImportError already names the class of the error that the module raised.
+    return (
+        f"{name} cannot be loaded: {format_first_line(error, names_class=not isinstance(error, ImportError))}"
+    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ project from the template in this package.
 
 from __future__ import annotations
 
+import errno
 import json
 import keyword
 import re
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 from branchlake_dagster.cli.registry import CommandGroup, print_progress
-from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, format_first_line
 from branchlake_dagster.extras import DISTRIBUTION
 from branchlake_dagster.settings import Settings
 
@@ -109,7 +110,8 @@ def format_requirement(direct_url: str | None, version: str) -> str:
 class _Commands(CommandGroup):
     """Turns expected errors into a message and exit code 1, and Ctrl-C into exit code 130.
 
-    Expected errors are those of branchlake, invalid settings, and a full disk.
+    Expected errors are those of branchlake, of the operating system, of Dagster and its database, and
+    invalid settings.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -125,12 +127,45 @@ class _Commands(CommandGroup):
                 f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
             )
             raise click.ClickException(f"A setting is invalid: {problems.rstrip('.')}.") from error
-        except OSError as error:
-            if error.errno == 28:
-                raise click.ClickException(
-                    f"The disk is full: {error}. Free some space and run the command again."
-                ) from error
-            raise
+        except Exception as error:
+            message = _format_expected_error(error)
+            if message is None:
+                raise
+            raise click.ClickException(message) from error
+
+
+def _format_expected_error(error: Exception) -> str | None:
+    """Return one line about an error of the operating system, of Dagster, or of its database.
+
+    Return None for other errors, and for a pipe whose reader has ended, which click handles.
+    """
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, OSError):
+        if error.errno == errno.ENOSPC:
+            return f"The disk is full: {error}. Free some space and run the command again."
+        if error.filename is None:
+            return f"{format_first_line(error)}. Repeat the command when the cause is mended."
+        return f"{error.filename}: {error.strerror}. Check that it exists, and that you may read or write it."
+    if _is_loaded_class(error, "dagster", "DagsterError"):
+        return (
+            f"Dagster: {format_first_line(error)}. Check the code location, and dagster.yaml in DAGSTER_HOME."
+        )
+    if _is_loaded_class(error, "sqlalchemy.exc", "SQLAlchemyError"):
+        return (
+            f"Dagster's database: {format_first_line(error)}. Check that it runs, and the storage in"
+            " dagster.yaml in DAGSTER_HOME."
+        )
+    return None
+
+
+def _is_loaded_class(error: Exception, module: str, name: str) -> bool:
+    """Return whether the error is of a class whose module this process has imported.
+
+    Importing Dagster takes a second, which a command without it need not wait.
+    """
+    error_class = getattr(sys.modules.get(module), name, None)
+    return error_class is not None and isinstance(error, error_class)
 
 
 _module_option = click.option("-m", "--module", help=MODULE_HELP)
@@ -346,10 +381,8 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
 
     If a writer is silent, waits for half a minute to find out whether it is dead. --dry-run does not wait.
     """
-    from dagster import DagsterInstance
-
     from branchlake_dagster.cleanup.jobs import end_named_refs, reap_branches, sweep_discarded
-    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.cli.dagster_home import open_instance
     from branchlake_dagster.cli.location import format_settings
     from branchlake_dagster.cli.run_branches import show_reaping
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -358,8 +391,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
     lake = Lakehouse(settings, say=print_progress, start=False)
     lake.endpoints(spark=False)
-    dagster_home(settings)
-    with DagsterInstance.get() as instance:
+    with open_instance(settings) as instance:
         if names:
             reapings, sweepings = end_named_refs(lake, instance, names, dry_run=dry_run)
         else:

@@ -161,14 +161,11 @@ class _IngestionLocation:
 
     def execute(self, tags: dict[str, str]) -> str:
         """Execute the ingestion's job in this process with these tags. Return the id of the run."""
-        from dagster import DagsterInstance
-
-        from branchlake_dagster.cli.dagster_home import dagster_home
+        from branchlake_dagster.cli.dagster_home import open_instance
         from branchlake_dagster.internals.dagster_sqlite import keep_sqlite_connections
 
-        dagster_home(self.settings)
         keep_sqlite_connections()
-        with DagsterInstance.get() as instance:
+        with open_instance(self.settings) as instance:
             job = self.repository.get_job(self.job_name)
             return job.execute_in_process(instance=instance, tags=tags).run_id
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.table import Table
 from branchlake_dagster.cleanup.reaper_rules import Reaping
 from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.command_settings import ENVIRONMENT
-from branchlake_dagster.cli.dagster_home import dagster_home
+from branchlake_dagster.cli.dagster_home import open_instance
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
@@ -96,16 +95,9 @@ def _format_age(age: timedelta | None) -> str:
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
-@contextmanager
-def _open_instance(settings: Settings) -> Iterator[DagsterInstance]:
-    dagster_home(settings)
-    with DagsterInstance.get() as instance:
-        yield instance
-
-
 def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
     """Return the parked runs as dicts with `run_id`, `branch`, `attempts` and `reason`. Starts nothing."""
-    with _open_instance(settings) as instance:
+    with open_instance(settings) as instance:
         return [
             {
                 "run_id": run.run_id,
@@ -138,7 +130,7 @@ def retry_run(settings: Settings, run_id: str) -> str:
 
     Raises ConfigurationError if `run_id` is not the start of the id of one parked run.
     """
-    with _open_instance(settings) as instance:
+    with open_instance(settings) as instance:
         retry_parked_run(instance, _find_parked_run(instance, run_id))
     return f"The next tick of the publication sensor tries run {run_id} again."
 
@@ -150,7 +142,7 @@ def end_run(settings: Settings, run_id: str) -> str:
     """
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
-    with _open_instance(settings) as instance:
+    with open_instance(settings) as instance:
         return discard_parked_run(lake.nessie, instance, _find_parked_run(instance, run_id))
 
 
@@ -210,9 +202,8 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
         return {**report, "discarded": [], "main": None, "branches": [], "publications": []}
     report["page"] = nessie_page_url(lake.endpoints(spark=False), settings)
     now = datetime.now(UTC)
-    dagster_home(settings)
     branches = []
-    with DagsterInstance.get() as instance:
+    with open_instance(settings) as instance:
         refs = list(lake.nessie.references(filter=RUN_BRANCH_FILTER, fetch_metadata=True))
         owner_records = load_branch_owners(instance, [writer_branch(ref.name) for ref in refs])
         try:

@@ -12,7 +12,7 @@ import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 from branchlake_dagster.cli.registry import print_progress
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import ConfigurationError, format_first_line
 
 _WIDE = 160
 """Width of a table in characters if the output is not a terminal."""
@@ -48,11 +48,10 @@ def undo(
 
     If later publications changed the same rows, nothing is undone, and the message names them.
     """
-    from dagster import DagsterInstance
     from rich.console import Console
     from rich.table import Table
 
-    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.cli.dagster_home import open_instance
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.undo.find_publication import find_publication
     from branchlake_dagster.undo.publication_undo import PublicationUndo
@@ -65,15 +64,19 @@ def undo(
     lake.endpoints(spark=False)
     undoer = PublicationUndo.of_lake(lake)
     found = find_publication(lake.nessie, publication)
+    report_error: Exception | None = None
     if dry_run:
         result = undoer.plan(found, with_followers=with_followers, keep_positions=keep_positions)
     else:
-        result = undoer.undo(found, with_followers=with_followers, keep_positions=keep_positions)
-        dagster_home(settings)
-        with DagsterInstance.get() as instance:
-            report_undo(instance, lake, result)
+        with open_instance(settings) as instance:  # before the commit, so that an undo can be reported
+            result = undoer.undo(found, with_followers=with_followers, keep_positions=keep_positions)
+            try:
+                report_undo(instance, lake, result)
+            except Exception as error:  # noqa: BLE001 - the undo is done, whatever the report failed by
+                report_error = error
     if as_json:
         click.echo(json.dumps(undo_to_json(result), indent=2))
+        _require_report(report_error, publication)
         return
     if result.tables:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
@@ -82,6 +85,16 @@ def undo(
             table.add_row(*list_columns(undone_table))
         console.print(table)
     click.echo(format_undo(result, dry_run=dry_run))
+    _require_report(report_error, publication)
+
+
+def _require_report(error: Exception | None, publication: str) -> None:
+    """Raise ClickException if the undo was committed, but not reported to Dagster because of `error`."""
+    if error is not None:
+        raise click.ClickException(
+            f"The undo is done, but Dagster does not show it yet: {format_first_line(error)}. Repeat"
+            f" `branchlake undo {publication}` to report it; nothing is undone twice."
+        ) from error
 
 
 @click.command()

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy.exc
 from click.testing import CliRunner, Result
+from dagster import DagsterInvariantViolationError
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.embedded import jars
@@ -31,6 +33,7 @@ def environment(tmp_path: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["BRANCHLAKE_STATE_DIR"] = str(tmp_path / "state")
     os.environ["DAGSTER_HOME"] = str(tmp_path / "dagster")
+    (tmp_path / "dagster").mkdir()
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -190,6 +193,42 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     done = call("fetch")
     assert done.exit_code == 1
     assert "[Errno 28]" in done.output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "missing/prices.csv"),
+        PermissionError(13, "Permission denied", "/read-only"),
+        ConnectionResetError("reset by peer"),
+        DagsterInvariantViolationError("The first line.\nThe second line."),
+        sqlalchemy.exc.OperationalError("SELECT 1", {}, RuntimeError("no answer")),
+        sqlalchemy.exc.ArgumentError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_system_or_of_dagster_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(jars, "_require_free_space", fail)
+    done = call("fetch")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    (line,) = done.output.splitlines()
+    assert line.startswith("Error: ")
+    if isinstance(error, OSError) and error.filename:
+        assert error.filename in line
+
+
+def test_a_reader_that_ends_before_the_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(jars, "_require_free_space", fail)
+    assert call("fetch").output == ""
 
 
 # -- the demo's plan -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from branchlake_dagster.cli.location import format_settings, require_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse import lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 MODULE = """
 import dagster as dg
@@ -313,6 +314,37 @@ def test_of_several_lakes_the_environment_names_one(project: Path) -> None:
     write(project, "two_lakes_unnamed", SEVERAL.format(folders=others))
     with pytest.raises(ConfigurationError):
         settings_of("two_lakes_unnamed")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "{}['a']",
+        "nowhere",
+        "def f(:",
+        "raise RuntimeError('first line\\nsecond line')",
+        "import dagster as dg\n@dg.asset\ndef a(): ...\ndefs = dg.Definitions(assets=[a, a], jobs=[1])",
+        "from dagster import DagsterInvalidDefinitionError as E\nraise E('first line\\nsecond line')",
+    ],
+    ids=["KeyError", "NameError", "SyntaxError", "RuntimeError", "TypeError", "DagsterError"],
+)
+def test_a_module_that_cannot_be_loaded_is_one_line(project: Path, code: str) -> None:
+    write(project, "broken", code)
+    with pytest.raises(ConfigurationError) as caught:
+        settings_of("broken")
+    assert "broken" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_mistake_in_the_definitions_of_a_module_is_reported_as_it_is(project: Path) -> None:
+    write(
+        project,
+        "broken",
+        "from branchlake_dagster.errors import ConfigurationError\n"
+        "raise ConfigurationError('The lake is unknown.', reason='lake_unknown')",
+    )
+    with raising(ConfigurationError, reason="lake_unknown"):
+        settings_of("broken")
 
 
 def test_a_module_without_definitions_is_named(module: str) -> None:

@@ -19,6 +19,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.approval import is_on_main
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata, ReferencePrefix, RunTag
+from branchlake_dagster.undo import report as undo_report
 from branchlake_dagster.undo import undrop
 from branchlake_dagster.undo.find_publication import find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo
@@ -203,6 +204,36 @@ def test_the_command(
     result = CliRunner().invoke(command, ["undo", "ffffffff"])
     assert result.exit_code == 1
     assert [row["day"] for row in p.rows(*asset.key.path)] == ["a"]
+
+
+def test_the_command_reports_an_undo_whose_report_fails(
+    days: tuple[Project, dg.AssetsDefinition],
+    lakehouse: Lakehouse,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    p, asset = days
+    for partition in "ab":
+        p.settle(p.run(asset.key, partition=partition))
+    settings, home = lakehouse.settings, tmp_path / "home"
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(settings.state_dir))
+    monkeypatch.setenv("BRANCHLAKE_NESSIE_URI", lakehouse.nessie.uri)
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    main_hash = lakehouse.nessie.reference("main").hash
+    result = CliRunner().invoke(command, ["undo", last_run(p)])  # no instance that it could be reported to
+    assert (result.exit_code, lakehouse.nessie.reference("main").hash) == (1, main_hash)
+    home.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(undo_report, "report_undo", lambda *_: 1 / 0)
+        result = CliRunner().invoke(command, ["undo", last_run(p), "--json"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "ZeroDivisionError" in result.stderr
+    shown = json.loads(result.stdout)
+    assert shown["commit"] == lakehouse.nessie.reference("main").hash != main_hash
+    again = CliRunner().invoke(command, ["undo", last_run(p), "--json"])
+    assert (again.exit_code, json.loads(again.stdout)["commit"]) == (0, shown["commit"])
 
 
 def undrop_tags(lake: Lakehouse) -> list[str]:

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import Any
 
 import polars as pl
-from dagster import AssetKey, AssetObservation, DagsterInstance, MetadataValue
+from dagster import AssetKey, AssetObservation, MetadataValue
 
-from branchlake_dagster.cli.dagster_home import dagster_home
+from branchlake_dagster.cli.dagster_home import open_instance
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.sda.alerts.entry_names import ALERT_TABLE, RETRACT
@@ -78,7 +78,6 @@ def report_acknowledgement(settings: Settings, acknowledgement: Acknowledgement)
     """
     if not os.environ.get("DAGSTER_HOME") and not (settings.state_dir / "dagster").is_dir():
         return False
-    dagster_home(settings)
     metadata: dict[str, MetadataValue[Any] | str | int] = {
         "alert_id": acknowledgement.alert_id,
         "sequence": acknowledgement.sequence,
@@ -86,7 +85,7 @@ def report_acknowledgement(settings: Settings, acknowledgement: Acknowledgement)
         "acknowledged_at": MetadataValue.timestamp(acknowledgement.acknowledged_at),
         **({"note": acknowledgement.note} if acknowledgement.note else {}),
     }
-    with DagsterInstance.get() as instance:
+    with open_instance(settings) as instance:
         instance.report_runless_asset_event(
             AssetObservation(
                 AssetKey(ALERT_TABLE.split(".")), description="Alert acknowledged", metadata=metadata
