@@ -86,7 +86,7 @@ def open_instance(settings: Settings) -> Iterator[DagsterInstance]:
     from dagster import DagsterInstance
 
     home = dagster_home_path(settings)
-    if home == (settings.state_dir / "dagster").absolute():
+    if home.resolve() == (settings.state_dir / "dagster").resolve():
         dagster_home(settings)
     elif not home.is_dir():
         raise ConfigurationError(

@@ -98,7 +98,9 @@ class LakeReader:
         connection = _open_duckdb()
         try:
             table_paths = find_table_paths(connection, query)
-            keys = resolve_tables(self._lake.nessie, state, [path for path in table_paths if len(path) > 1])
+            keys = _merge_equal_names(
+                resolve_tables(self._lake.nessie, state, [path for path in table_paths if len(path) > 1])
+            )
             _attach_tables(connection, {path: self._load_table(state, key) for path, key in keys.items()})
             try:
                 relation = _run_duckdb(lambda: connection.sql(query))
@@ -355,6 +357,32 @@ def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchRead
     return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
 
+def _merge_equal_names(keys: Mapping[TablePath, ContentKey]) -> dict[TablePath, ContentKey]:
+    """Return one path for each name that DuckDB distinguishes: it ignores upper and lower case.
+
+    Raises QueryFailed if paths that DuckDB does not distinguish name several tables.
+    """
+    merged: dict[tuple[str, ...], tuple[TablePath, ContentKey]] = {}
+    for path, key in keys.items():
+        view_path = _view_path(path) if len(path) <= 3 else path  # a longer path has no view
+        _, other_key = merged.setdefault(tuple(map(str.lower, view_path)), (path, key))
+        if other_key != key:
+            raise QueryFailed(
+                f"One query cannot read {sql_name(other_key)} and {sql_name(key)}, because DuckDB does not"
+                " distinguish upper and lower case.",
+                hint="Read one of them with LakeReader.table, or by a query of its own.",
+                reason="names_differ_in_case",
+                subject=sql_name(key),
+            )
+    return dict(merged.values())
+
+
+def _view_path(path: TablePath) -> tuple[str, str, str]:
+    """Return database, schema and name of the DuckDB view of a table path with two or three levels."""
+    database, schema = path[0], path[1] if len(path) == 3 else "main"
+    return "memory" if database.lower() == "main" and len(path) == 2 else database, schema, path[-1]
+
+
 def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> None:
     """Create a DuckDB view for each table, under the path by which the query names it.
 
@@ -379,15 +407,13 @@ def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Ta
         # Plan now, so that a refusal is raised as it is. Inside DuckDB it would become DuckDB's error.
         dataset.plan_files()
         connection.register(source, dataset)
-        database, schema = path[0], path[1] if len(path) == 3 else "main"
-        if database.lower() == "main" and len(path) == 2:
-            database = "memory"
-        elif database.lower() != "memory":
+        database, schema, name = _view_path(path)
+        if database.lower() != "memory":
             _execute_sql(connection, f"ATTACH IF NOT EXISTS ':memory:' AS {quote_sql_name(database)}")
         _execute_sql(
             connection, f"CREATE SCHEMA IF NOT EXISTS {quote_sql_name(database)}.{quote_sql_name(schema)}"
         )
-        view = f"{quote_sql_name(database)}.{quote_sql_name(schema)}.{quote_sql_name(path[-1])}"
+        view = f"{quote_sql_name(database)}.{quote_sql_name(schema)}.{quote_sql_name(name)}"
         _execute_sql(connection, f"CREATE VIEW {view} AS FROM {source}")
 
 

@@ -190,6 +190,19 @@ def test_names_of_any_depth_case_and_character(
         reader.sql(f'FROM {namespace}."Inner".most.t')
 
 
+def test_a_query_may_write_a_table_in_several_cases(
+    lakehouse: Lakehouse, reader: LakeReader, prices: str, namespace: str
+) -> None:
+    upper = prices.upper()
+    assert count(reader, f"{prices} a JOIN {upper} b USING (item) JOIN {prices} c USING (item)") == 2
+    catalog = lakehouse.catalog()
+    catalog.create_table((namespace, "Prices"), pa.schema([("item", pa.string())]))
+    assert count(reader, f'{namespace}."Prices"') == 0
+    assert count(reader, prices) == 2
+    with raising(QueryFailed, reason="names_differ_in_case"):
+        count(reader, f'{prices} JOIN {namespace}."Prices" USING (item)')
+
+
 def test_arrow_polars_and_duckdb(reader: LakeReader, prices: str) -> None:
     with reader.sql(f"SELECT item, eur FROM {prices} ORDER BY item") as result:
         assert result.arrow().to_pydict() == {"item": ["bolt", "nut"], "eur": [0.2, 0.1]}
