@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -87,9 +88,22 @@ def _require_table(key: ContentKey, content: Content | None) -> IcebergTable:
     return content
 
 
-def _to_folder_name(name: str) -> str:
-    """Replace `?` and `#`, which would end the path of a URL and so truncate the location, by `_`."""
-    return _ENDS_PATH.sub("_", name)
+_MAX_FOLDER_BYTES = 255
+"""The longest name of a folder in most file systems, in bytes."""
+
+
+def _to_folder_name(name: str, suffix: str = "") -> str:
+    """Return a folder name for a level of a table's name, with a suffix that identifies the table.
+
+    `?` and `#` become `_`, because they would end the path of a URL and so truncate the location. A long name
+    is cut. Without a suffix, a digest of the name is added to what is left of it.
+    """
+    folder = _ENDS_PATH.sub("_", name)
+    if len(f"{folder}{suffix}".encode()) <= _MAX_FOLDER_BYTES:
+        return f"{folder}{suffix}"
+    suffix = suffix or f"_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    left = folder.encode()[: _MAX_FOLDER_BYTES - len(suffix.encode())].decode(errors="ignore")
+    return f"{left}{suffix}"
 
 
 def _format_commit_message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
@@ -260,7 +274,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def _new_location(self, key: ContentKey, state: ContentsAt, table_uuid: uuid.UUID) -> str:
         """Return the location of a new table, as Iceberg's Java catalog does.
 
-        Its form is `<location of the namespace, or warehouse/levels>/<table>_<uuid>`.
+        Its form is `<location of the namespace, or warehouse/levels>/<table>_<uuid>`, with long names cut.
         """
         namespace = state.contents.get(ContentKey(key.parent))
         base = namespace.properties.get(LOCATION) if isinstance(namespace, Namespace) else None
@@ -269,7 +283,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
             if not warehouse:
                 raise ValueError("No default path is set, please specify a location when creating a table")
             base = "/".join([warehouse.rstrip("/"), *map(_to_folder_name, key.parent)])
-        return f"{base.rstrip('/')}/{_to_folder_name(key[-1])}_{table_uuid}"
+        return f"{base.rstrip('/')}/{_to_folder_name(key[-1], f'_{table_uuid}')}"
 
     def _create_staged_table(
         self,

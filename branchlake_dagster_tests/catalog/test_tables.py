@@ -144,6 +144,24 @@ def test_locations(catalog: NessieCatalog, tmp_path: Path) -> None:
     assert ids(catalog.load_table("a.b.c.t")) == [1]
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "漢"])
+def test_names_that_are_longer_than_a_folder_s(catalog: NessieCatalog, letter: str) -> None:
+    size = len(letter.encode())
+    folders = set()
+    for number in (1, 2):
+        path = (letter * (260 // size) + str(number), letter * (225 // size))
+        catalog.create_namespace(path[:1])
+        table = catalog.create_table(path, SCHEMA)
+        table.append(rows(number))
+        assert ids(catalog.load_table(path)) == [number]
+        *_, parent, folder = table.location().split("/")
+        assert folder.endswith(f"_{table.metadata.table_uuid}")
+        folders.add(parent)
+    assert len(folders) == 2
+    short = catalog.create_table("db.t", SCHEMA)
+    assert short.location().endswith(f"/db/t_{short.metadata.table_uuid}")
+
+
 def test_no_place_for_a_table(client: NessieClient, fresh_branch: str) -> None:
     catalog = NessieCatalog("nessie", client, ref=fresh_branch)
     catalog.create_namespace("db")
