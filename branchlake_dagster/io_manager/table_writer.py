@@ -27,6 +27,7 @@ from branchlake_dagster.tables.schemas import (
     build_iceberg_schema,
     drop_untyped_columns,
     evolve_table,
+    require_distinct_names,
     require_unchanged_columns,
     stored_schema,
     table_arrow_schema,
@@ -137,7 +138,8 @@ def plan_write(
         ConfigurationError: the existing table is not written as Parquet, or the metadata contradicts itself.
         UpsertKeyInvalid: the frame lacks a key.
         ColumnUnsupported: a column of a new table has no type.
-        SchemaMismatch: a partition column is missing or has a type that does not fit the run's partitions.
+        SchemaMismatch: a partition column is missing or has a type that does not fit the run's partitions, or
+            names of columns of a new table differ in case only.
     """
     spec = request.spec if consumption is None else outputs.effective_spec(consumption, request.spec)
     if existing_table is not None:
@@ -149,9 +151,9 @@ def plan_write(
         schema = existing_table.schema()
     else:
         required = (*spec.keys, *columns.values())
-        schema = build_iceberg_schema(
-            drop_untyped_columns(frame_schema, required, table_name=spec.name), table_name=spec.name
-        )
+        typed_columns = drop_untyped_columns(frame_schema, required, table_name=spec.name)
+        require_distinct_names(typed_columns, table_name=spec.name)
+        schema = build_iceberg_schema(typed_columns, table_name=spec.name)
     selection = None
     if consumption is not None and outputs.replaces_ranges(consumption):
         selection = outputs.select_replaced_rows(consumption, schema)

@@ -7,7 +7,7 @@ widens a column of the table, is new, or is refused. Only `evolve_table` changes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from branchlake_dagster.internals.pyiceberg import to_iceberg_schema
 from branchlake_dagster.tables.errors import ColumnsFrozen, ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.wording import format_names
 
+ColumnPath = tuple[str, ...]
 _MAX_DIGITS = 38
 _FORMAT_VERSION = 2
 
@@ -161,6 +162,38 @@ def build_iceberg_schema(schema: pa.Schema, *, table_name: str) -> Schema:
     return assign_fresh_schema_ids(converted)
 
 
+def require_distinct_names(
+    fields: Iterable[pa.Field], existing_names: Iterable[str] = (), *, path: ColumnPath = (), table_name: str
+) -> None:
+    """Raise SchemaMismatch if names of new columns, or of their fields, differ in upper and lower case only.
+
+    Spark does not distinguish such names, so it could not read the table. `existing_names` are the names of
+    the columns beside the new ones. `path` is the path of the struct that has the fields.
+    """
+    names = {name.lower(): name for name in existing_names}
+    for field in fields:
+        if (other := names.setdefault(field.name.lower(), field.name)) != field.name:
+            shown = [".".join((*path, name)) for name in (other, field.name)]
+            raise SchemaMismatch(
+                f"{format_names('Column', shown)} differ in upper and lower case only, which Spark does not"
+                " distinguish.",
+                table=table_name,
+                hint="Rename one of them in the asset.",
+                reason="names_differ_in_case",
+                subject=shown[1],
+            )
+        require_distinct_names(_nested_fields(field.type), path=(*path, field.name), table_name=table_name)
+
+
+def _nested_fields(kind: pa.DataType) -> list[pa.Field]:
+    """Return the fields of a struct, also inside lists and of the values of maps; empty for other types."""
+    if is_list_type(kind):
+        return _nested_fields(kind.value_type)
+    if pa.types.is_map(kind):
+        return _nested_fields(kind.item_type)
+    return list(kind) if pa.types.is_struct(kind) else []
+
+
 def build_iceberg_type(kind: pa.DataType, *, table_name: str) -> IcebergType:
     """Return the Iceberg type of a stored Arrow type, with fresh field ids.
 
@@ -193,7 +226,6 @@ def _format_iceberg_type(kind: IcebergType) -> str:
 
 _WIDENINGS = {(pa.int32(), pa.int64()), (pa.float32(), pa.float64())}
 _ADD_ONLY_HINT = "Cast the column in the asset. A table only accepts new nullable columns."
-ColumnPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -222,7 +254,7 @@ def plan_schema_changes(
 
     Columns are matched by name. A column without type (null in all rows) needs no change. Without `widen`,
     only new columns are allowed. Raises SchemaMismatch, which names the column, if the frame lacks a column
-    of the table or if no such change is possible.
+    of the table, if no such change is possible, or if a new name differs from another one in case only.
     """
     if missing_columns := [column for column in table_schema.names if column not in frame_schema.names]:
         raise SchemaMismatch(
@@ -243,12 +275,15 @@ class _SchemaComparison:
         self, path: ColumnPath, table_fields: list[pa.Field], frame_fields: list[pa.Field]
     ) -> Iterator[SchemaChange]:
         table_types = {field.name: field.type for field in table_fields}
+        added_fields: list[pa.Field] = []
         for field in frame_fields:
             field_path = (*path, field.name)
             if field.name in table_types:
                 yield from self.compare_types(field_path, table_types[field.name], field.type)
             elif path or not pa.types.is_null(field.type):
+                added_fields.append(field)
                 yield AddedColumn(field_path, field.type)
+        require_distinct_names(added_fields, table_types, path=path, table_name=self.table_name)
 
     def compare_types(
         self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType

@@ -27,6 +27,8 @@ from branchlake_dagster.io_manager.table_writer import (
     plan_write,
 )
 from branchlake_dagster.runs.provenance import output_partition_keys
+from branchlake_dagster.tables.errors import SchemaMismatch
+from branchlake_dagster.tables.schemas import plan_schema_changes
 from branchlake_dagster.tables.specification import TableSpec, WriteMode
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.suite.raised import raising
@@ -148,6 +150,42 @@ def test_another_value_is_refused(value: Any) -> None:
 def test_a_frame_without_a_key_is_refused_before_anything_is_created() -> None:
     with raising(UpsertKeyInvalid, table="shop.prices"):
         plan_write(request("upsert", keys=("ean",)), SCHEMA, None)
+
+
+STRUCT = pa.struct([("a", pa.int64())])
+OTHER_CASE = pa.struct([("a", pa.int64()), ("A", pa.int64())])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pa.schema([("price", pa.float64()), ("Price", pa.float64())]),
+        pa.schema([("n", OTHER_CASE)]),
+        pa.schema([("n", pa.list_(pa.map_(pa.string(), OTHER_CASE)))]),
+    ],
+    ids=["column", "field", "deep"],
+)
+def test_new_columns_that_spark_cannot_distinguish_are_refused(tmp_path: Path, frame: pa.Schema) -> None:
+    with raising(SchemaMismatch, table="shop.prices", reason="names_differ_in_case"):
+        plan_write(request("append"), frame, None)
+    if "n" not in frame.names:
+        return
+    before = SCHEMA.append(pa.field("n", pa.int64()))
+    with raising(SchemaMismatch, table="shop.prices", reason="names_differ_in_case"):
+        plan_schema_changes(SCHEMA, pa.schema([*SCHEMA, *frame]), table_name="shop.prices", widen=True)
+    for names in (["N"], ["m", "M"]):
+        with raising(SchemaMismatch, table="shop.prices", reason="names_differ_in_case"):
+            added = [pa.field(name, pa.int64()) for name in names]
+            plan_schema_changes(before, pa.schema([*before, *added]), table_name="shop.prices", widen=True)
+
+
+def test_a_new_field_that_spark_cannot_distinguish_is_refused_and_an_existing_one_stays() -> None:
+    with raising(SchemaMismatch, table="shop.prices", reason="names_differ_in_case"):
+        plan_schema_changes(
+            pa.schema([("n", STRUCT)]), pa.schema([("n", OTHER_CASE)]), table_name="shop.prices", widen=True
+        )
+    adopted = pa.schema([("price", pa.int64()), ("Price", pa.int64()), ("n", OTHER_CASE)])
+    assert plan_schema_changes(adopted, adopted, table_name="shop.prices", widen=True) == []
 
 
 def test_a_table_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
