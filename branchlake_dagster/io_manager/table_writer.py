@@ -248,6 +248,7 @@ class TableWriter:
         Creates the table, or adds new columns, if needed. Rows of earlier attempts of the step are removed.
         `consumption` is None if the step consumes no changes.
         """
+        value = arrow_frames.read_stream(value)  # it is converted twice if another step creates the table
         existing_table = self.existing_table(request.spec)
         frame = convert_frame(value, request, existing_table)
         plan = plan_write(request, frame.schema, existing_table, consumption)

@@ -78,14 +78,23 @@ def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
 
 _TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
     pa.Table: lambda frame: frame,
-    pa.RecordBatchReader: lambda reader: reader.read_all(),
     pl.DataFrame: lambda frame: frame.to_arrow(),
 }
 
 
 def can_write_type(frame_type: type) -> bool:
     """Return whether frames of this type can be written."""
-    return frame_type in (pd.DataFrame, pl.LazyFrame) or frame_type in _TO_ARROW
+    return frame_type in (pd.DataFrame, pl.LazyFrame, pa.RecordBatchReader) or frame_type in _TO_ARROW
+
+
+def read_stream(frame: Any) -> Any:
+    """Read a frame that can be read only once, or differently each time: a reader of batches, a LazyFrame.
+
+    Other values are returned unchanged.
+    """
+    if isinstance(frame, pl.LazyFrame):
+        return frame.collect()
+    return frame.read_all() if isinstance(frame, pa.RecordBatchReader) else frame
 
 
 def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> pa.Table:
@@ -97,8 +106,7 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
 
     Raises SchemaMismatch and ColumnUnsupported.
     """
-    if isinstance(frame, pl.LazyFrame):
-        frame = frame.collect()
+    frame = read_stream(frame)
     if isinstance(frame, pl.DataFrame):
         _require_no_objects(frame, table_name)
     convert = _TO_ARROW.get(type(frame))

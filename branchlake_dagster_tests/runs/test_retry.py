@@ -350,7 +350,18 @@ def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, name
         assert p.rows(namespace, "t", ref=run_branch_name(run_id)) == [{"n": 2}]
 
 
-def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
+def read_once(frame: pa.Table) -> pl.LazyFrame:
+    """A lazy frame that has rows only the first time that it is collected."""
+    heights = iter((1,))
+    return pl.DataFrame(pl.from_arrow(frame)).lazy().map_batches(lambda rows: rows.head(next(heights, 0)))
+
+
+@pytest.mark.parametrize(
+    "form", [lambda frame: frame, lambda frame: frame.to_reader(), read_once], ids=["table", "reader", "lazy"]
+)
+def test_a_creation_that_arrives_after_all_is_taken_out(
+    lakehouse: Lakehouse, namespace: str, form: Callable[[pa.Table], Any]
+) -> None:
     """The same of a table that the first attempt made: the second meets it when it commits its own."""
     real = TableWriter.create_with_rows
     lost: list[Any] = []
@@ -363,7 +374,16 @@ def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, na
             lost.append(real(*lost[0]))
         return real(writer, *args)
 
-    t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
+    attempts = iter((1, 2))
+
+    @dg.asset(
+        key=[namespace, "t"],
+        metadata=table_metadata(write_mode="append", require_checks=False),
+        retry_policy=dg.RetryPolicy(max_retries=1),
+    )
+    def t() -> Any:
+        return form(pa.table({"n": [next(attempts)]}))
+
     with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
         patch.setattr(TableWriter, "create_with_rows", losing)
         run_id = p.run()
