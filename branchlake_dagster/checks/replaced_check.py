@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.table import Table
+from pyiceberg.types import BooleanType, DecimalType, DoubleType, FloatType, IntegerType, LongType
 
 from branchlake_dagster.checks.asset_checks import (
     CheckedAsset,
@@ -127,6 +128,9 @@ def _load_replaced_table(lake: LakehouseResource, rows: StoredRows) -> Table | N
         return None
 
 
+_NUMBER_TYPES = (BooleanType, IntegerType, LongType, FloatType, DoubleType, DecimalType)
+
+
 def _measure_rows(table: Table | None, rows: StoredRows, sums: Sequence[str], run_id: str) -> MeasureValues:
     if table is None:
         return {}
@@ -135,6 +139,18 @@ def _measure_rows(table: Table | None, rows: StoredRows, sums: Sequence[str], ru
     if missing_columns and table is rows.table:
         raise CheckFailedToRun(
             f"Table {'.'.join(table.name())} has no column {missing_columns[0]} to sum up.", run_id=run_id
+        )
+    text_columns = [
+        column
+        for column in sums
+        if column not in missing_columns and not isinstance(schema.find_type(column), _NUMBER_TYPES)
+    ]
+    if text_columns:
+        raise CheckFailedToRun(
+            f"Column {text_columns[0]} of table {'.'.join(table.name())} is"
+            f" {schema.find_type(text_columns[0])}, which has no sum.",
+            hint="Name columns of numbers in replaced_check(sums=…).",
+            run_id=run_id,
         )
     row_filter: BooleanExpression = (
         AlwaysTrue() if rows.selection is None else to_iceberg_filter(rows.selection, schema)

@@ -93,7 +93,9 @@ class LakeState:
             return _find_by_run(client, run)
         if at is not None:
             return (
-                _find_by_time(client, at) if isinstance(at, datetime) else _find_by_time_or_hash(client, at)
+                _find_by_time(client, at)
+                if isinstance(at, datetime)
+                else _find_by_time_or_hash(client, str(at))  # a date is the midnight at which it begins
             )
         return _find_by_branch(client, branch or MAIN)
 
@@ -208,7 +210,7 @@ def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
 
     A time without a zone is UTC, not local time. Raises NoSuchState if the first commit is younger.
     """
-    utc = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    utc = _to_utc(moment)
     formatted_time = utc.isoformat().replace("+00:00", "Z")
     # Nessie counts nanoseconds. Python cuts a commit's time to microseconds, a little before that commit.
     after = (utc + timedelta(microseconds=1)).isoformat()
@@ -224,6 +226,18 @@ def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
     return LakeState(
         f"{MAIN}@{entry.commit.hash}", f"main at {formatted_time} (commit {entry.commit.hash[:16]})"
     )
+
+
+_LAST_MOMENT = datetime.max.replace(tzinfo=UTC) - timedelta(microseconds=1)
+
+
+def _to_utc(moment: datetime) -> datetime:
+    """Return a time in UTC, at most `_LAST_MOMENT`. A time without a zone is UTC."""
+    try:
+        utc = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except OverflowError:  # Python has no time before year 1 or after year 9999
+        return _LAST_MOMENT if moment.year > 1 else datetime.min.replace(tzinfo=UTC)
+    return min(utc, _LAST_MOMENT)
 
 
 def _find_by_hash(client: NessieClient, commit_hash: str) -> LakeState:

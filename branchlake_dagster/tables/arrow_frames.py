@@ -76,15 +76,9 @@ def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
     )
 
 
-_TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
-    pa.Table: lambda frame: frame,
-    pl.DataFrame: lambda frame: frame.to_arrow(),
-}
-
-
 def can_write_type(frame_type: type) -> bool:
     """Return whether frames of this type can be written."""
-    return frame_type in (pd.DataFrame, pl.LazyFrame, pa.RecordBatchReader) or frame_type in _TO_ARROW
+    return frame_type in (pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, pa.RecordBatchReader)
 
 
 def read_stream(frame: Any) -> Any:
@@ -108,11 +102,12 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
     """
     frame = read_stream(frame)
     if isinstance(frame, pl.DataFrame):
-        _require_no_objects(frame, table_name)
-    convert = _TO_ARROW.get(type(frame))
-    arrow_table = _restore_maps(
-        convert(frame) if convert else _from_pandas(frame, table_schema, table_name), table_schema
-    )
+        arrow_table = _from_polars(frame, table_name)
+    elif isinstance(frame, pa.Table):
+        arrow_table = frame
+    else:
+        arrow_table = _from_pandas(frame, table_schema, table_name)
+    arrow_table = _restore_maps(arrow_table, table_schema)
     return _drop_guessed_types(
         cast_columns(
             arrow_table, stored_schema(arrow_table.schema, table_name=table_name), table_name=table_name
@@ -133,6 +128,24 @@ def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
             table=table_name,
             hint="Cast the values to text, numbers, timestamps or structs in the asset.",
         )
+
+
+def _from_polars(frame: pl.DataFrame, table_name: str) -> pa.Table:
+    """Convert a Polars frame. Raise ColumnUnsupported for a type that Arrow lacks, such as Int128."""
+    _require_no_objects(frame, table_name)
+    try:
+        return frame.to_arrow()
+    except pa.ArrowException:
+        for column in frame:
+            try:
+                column.to_arrow()
+            except pa.ArrowException as error:
+                raise ColumnUnsupported(
+                    f"Column {column.name} is {column.dtype}, which the lake cannot store.",
+                    table=table_name,
+                    hint="Cast the column in the asset, for example to decimal(38, 0) or to text.",
+                ) from error
+        raise
 
 
 def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.Table:

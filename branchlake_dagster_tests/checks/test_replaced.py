@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import replaced_check, table_metadata
-from branchlake_dagster.checks.constraints import ContractError
+from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
 from branchlake_dagster.checks.replaced_check import relative_change
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
@@ -53,14 +53,18 @@ def test_what_a_backfill_changes_is_reported_and_may_block(lakehouse: Lakehouse,
         assert "Changed too much" in refused.detail
 
 
-def test_a_missing_column_leaves_no_verdict(lakehouse: Lakehouse, namespace: str) -> None:
+@pytest.mark.parametrize("column", ["m", "s"])
+def test_a_column_that_is_missing_or_no_number_leaves_no_verdict(
+    lakehouse: Lakehouse, namespace: str, column: str
+) -> None:
     @dg.asset(key=[namespace, "t"])
     def t() -> pl.DataFrame:
-        return pl.DataFrame({"n": [1]})
+        return pl.DataFrame({"n": [1], "s": ["a"]})
 
-    with project(lakehouse, t, replaced_check(t, sums=["gone"])) as p:
-        outcome = p.settle(p.run(ok=False))
-        assert outcome.state != RunState.PUBLISHED
+    with project(lakehouse, t, replaced_check(t, sums=["n", column])) as p:
+        run_id = p.run(ok=False)
+        p.failed_with(CheckFailedToRun)
+        assert p.settle(run_id).state != RunState.PUBLISHED
 
 
 def test_limits_are_looked_at_when_they_are_declared() -> None:

@@ -285,6 +285,8 @@ def test_types_that_have_no_place_are_refused_by_column(lakehouse: Lakehouse, na
         (pd.DataFrame({"p": pd.period_range("2026-01", periods=1, freq="M")}), "Column p", "Cast it"),
         (pd.DataFrame({"c": [1j]}), "Column c (complex128)"),
         (pl.DataFrame({"o": [object()]}), "Column o holds Python objects"),
+        (pl.DataFrame({"ok": [1], "i": [1]}, schema={"ok": pl.Int8, "i": pl.Int128}), "Column i"),
+        (pl.DataFrame({"l": [[1]]}, schema={"l": pl.List(pl.Int128)}), "Column l"),
         (pa.table({"s": [{"d": dt.timedelta(seconds=1)}]}), "Column s.d is duration[us]"),
     ):
         refused(lakehouse, namespace, [frame], ColumnUnsupported, *texts)

@@ -6,7 +6,7 @@ import io
 import json
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,8 @@ def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -
     naive = moment.astimezone(UTC).replace(tzinfo=None).isoformat()
     for at in (before, before[:12], moment, naive, f"{naive}Z"):
         assert count(reader, prices, at=at) == 2, at
+    for at in (date(2999, 1, 1), datetime.max, "9999-12-31T23:59:59.999999", "9999-12-31T23:59-12:00"):
+        assert count(reader, prices, at=at) == 4, at
     assert count(reader, prices, at=datetime.now(UTC) + timedelta(days=1)) == 4
     assert count(reader, prices, branch=f"main@{before}") == 2
 
