@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -159,6 +160,9 @@ def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.T
 
 def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> pa.ChunkedArray:
     try:
+        if _has_long_offsets(column.type) and not _has_long_offsets(field.type):
+            parts = [part for chunk in column.chunks for part in _narrow_offsets(chunk, field.type)]
+            return pa.chunked_array(parts, type=field.type)
         return column.cast(field.type)
     except pa.ArrowException as error:
         hint = "Cast the column in the asset."
@@ -175,6 +179,40 @@ def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> p
             table=table_name,
             hint=hint,
         ) from error
+
+
+_MAX_CHUNK_BYTES = 2**31 - 1
+"""The largest number of bytes of text or binary values in one Arrow array with offsets of 32 bits."""
+
+
+def _has_long_offsets(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind))
+
+
+def _narrow_offsets(chunk: pa.Array, kind: pa.DataType) -> Iterator[pa.Array]:
+    """Yield the values of a large text or binary array as arrays of `kind`, each of at most 2 GiB.
+
+    Copies offsets only. Raises pa.ArrowInvalid for a single value that is larger.
+    """
+    valid, offset_buffer, values = chunk.buffers()
+    if not len(chunk) or offset_buffer is None or values is None:
+        yield chunk.cast(kind)
+        return
+    offsets = np.frombuffer(offset_buffer, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+    if offsets[-1] <= _MAX_CHUNK_BYTES:
+        yield chunk.cast(kind)
+        return
+    start = 0
+    while start < len(chunk):
+        end = int(np.searchsorted(offsets, offsets[start] + _MAX_CHUNK_BYTES, side="right")) - 1
+        if end == start:
+            raise pa.ArrowInvalid(f"a value has {offsets[start + 1] - offsets[start]:,} bytes")
+        end = min(end, len(chunk))
+        own_offsets = (offsets[start : end + 1] - offsets[start]).astype(np.int32)
+        is_valid = None if valid is None else chunk[start:end].is_valid().buffers()[1]
+        own_values = values.slice(int(offsets[start]), int(offsets[end] - offsets[start]))
+        yield pa.Array.from_buffers(kind, end - start, [is_valid, pa.py_buffer(own_offsets), own_values])
+        start = end
 
 
 def _from_pandas(frame: pd.DataFrame, table_schema: pa.Schema | None, table_name: str) -> pa.Table:

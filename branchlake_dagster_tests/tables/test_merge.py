@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
+import mmap
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import Catalog
@@ -25,7 +29,7 @@ from pyiceberg.types import LongType, StringType
 from branchlake_dagster.tables import arrow_frames as frame_conversion
 from branchlake_dagster.tables import upserts as candidate_files
 from branchlake_dagster.tables import upserts as merge
-from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema, table_arrow_schema
 from branchlake_dagster.tables.selection import Selection, Values
 from branchlake_dagster.tables.specification import TableSpec
@@ -275,6 +279,35 @@ def test_keys_of_any_type_are_equal_as_in_spark(kind: pa.DataType, keys: list[An
     else:
         with pytest.raises(UpsertKeyInvalid):
             frame_conversion.require_unique_keys(frame, spec)
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.large_binary()], ids=str)
+def test_text_of_more_than_two_gibibytes_is_stored_in_several_chunks(kind: pa.DataType) -> None:
+    size, count = 2**31 + 5, 7
+    zeros = pa.py_buffer(mmap.mmap(-1, size))  # pages that nobody touches take no memory
+    ends = [size * number // count for number in range(count)] + [size]
+    offsets = pa.py_buffer(np.array(ends, np.int64))
+    some = pa.array([True, False] + [True] * (count - 2)).buffers()[1]
+    values = pa.Array.from_buffers(kind, count, [some, offsets, zeros])
+    frame = pa.table({"s": pa.chunked_array([values, values[1:3], values[:0], values[5:]])})
+    stored = frame_conversion.to_arrow(frame, None, table_name="shop.t")["s"]
+    assert stored.type in (pa.string(), pa.binary())
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    lengths[1] = None  # type: ignore[call-overload]
+    assert pc.binary_length(stored).to_pylist() == [*lengths, *lengths[1:3], *lengths[5:]]
+    one = pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(np.array([0, size], np.int64)), zeros])
+    with pytest.raises(ColumnUnsupported):
+        frame_conversion.to_arrow(pa.table({"s": one}), None, table_name="shop.t")
+
+
+def test_the_text_of_each_row_is_kept_where_a_column_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_conversion, "_MAX_CHUNK_BYTES", 7)
+    rows = ["abc", None, "", "defg", "éh", "1234567", None, "x", "yz"]
+    column = pa.chunked_array([pa.array(rows, pa.large_string()), pa.array(rows, pa.large_string())[3:8]])
+    stored = frame_conversion.to_arrow(pa.table({"s": column}), None, table_name="shop.t")["s"]
+    assert stored.to_pylist() == [*rows, *rows[3:8]]
+    stored.validate(full=True)
+    assert all(sum(len(text.encode()) for text in chunk.to_pylist() if text) <= 7 for chunk in stored.chunks)
 
 
 # -- the commit ----------------------------------------------------------------------------------------
