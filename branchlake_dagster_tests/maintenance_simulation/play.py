@@ -14,8 +14,10 @@ from branchlake_dagster.compaction.compaction_branch import remove_abandoned_bra
 from branchlake_dagster.garbage_collection.journal import CollectionJournal
 from branchlake_dagster.garbage_collection.live_history import CLOCK_TOLERANCE
 from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles
+from branchlake_dagster_tests.maintenance_simulation.backup_player import BackupPlayer
 from branchlake_dagster_tests.maintenance_simulation.main_history import MainHistory
 from branchlake_dagster_tests.maintenance_simulation.players import Players
+from branchlake_dagster_tests.maintenance_simulation.position_consumer import PositionConsumer
 from branchlake_dagster_tests.maintenance_simulation.stored_states import NessieBackup, list_files
 from branchlake_dagster_tests.maintenance_simulation.world import DELAY, GRACE, HORIZON, NAMESPACE, World
 
@@ -54,7 +56,7 @@ def play(seed: int) -> Played:
         failure = None
         try:
             with world.in_place():
-                Schedule(world).run()
+                Schedule(world, Path(folder) / "backups").run()
         except Exception as error:  # noqa: BLE001 - whatever escapes is a finding
             where = "" if isinstance(error, Violated) else "".join(traceback.format_exception(error)[-6:])
             failure = f"{world.story()}\n{where}{type(error).__name__}: {error}"
@@ -64,12 +66,14 @@ def play(seed: int) -> Played:
 class Schedule:
     """The course of one schedule: rounds of concurrent actors, then a quiet end."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, backups: Path) -> None:
         self._world = world
         world.furnish()
         self._players = Players(world)
         self._main = MainHistory(world, self._players)
+        self._consumer = PositionConsumer(world, self._players)
         self._backup: NessieBackup | None = None
+        self._backup_player = BackupPlayer(world, backups)
         self._actor_count = 0
 
     def run(self) -> None:
@@ -78,8 +82,11 @@ class Schedule:
         for _ in range(ROUNDS):
             self._play_round()
             world.let_time_pass(world.random.choice(_PAUSES))
-            if world.random.random() < 0.08:
+            fate = world.random.random()
+            if fate < 0.08:
                 self._restore_nessie()
+            elif fate < 0.14:
+                self._restore_lake()
             elif world.random.random() < 0.3:
                 self._backup = NessieBackup(world.server.history)
         self._end()
@@ -105,6 +112,9 @@ class Schedule:
             ("expiry", players.expire, 0.35),
             ("compaction", players.compact, 0.45),
             ("sweeper", players.sweep, 0.45),
+            ("backup", self._backup_player.save, 0.2),
+            ("consumer", self._consumer.consume, 0.55),
+            ("consumer", self._consumer.consume, 0.15),
             ("somebody", players.meddle, 0.8),
             ("somebody", players.meddle, 0.5),
         ):
@@ -130,15 +140,30 @@ class Schedule:
             present.restore(world.server.history)
             world.note("backup too old", "files of it were deleted since")
             return
-        lake = world.calm_lake
-        journal = CollectionJournal.of_lake(lake, WarehouseFiles.from_settings(lake.settings))
-        marker = journal.read_marker()
-        if marker is not None and journal.count_passes() < marker["passes"]:
+        if self._has_lost_passes():
             world.lost_files = frozenset(files - world.live_files())
             world.note("Nessie restored")
         else:
             world.note("Nessie restored, unnoticed")
         players.forget_lost_runs()
+        self._backup = None
+
+    def _has_lost_passes(self) -> bool:
+        """Return whether the warehouse knows of a journal or of collections that Nessie does not have."""
+        lake = self._world.calm_lake
+        journal = CollectionJournal.of_lake(lake, WarehouseFiles.from_settings(lake.settings))
+        marker = journal.read_marker()
+        if marker is None:
+            return False
+        return journal._journal_id() != marker["journal"] or journal.count_passes() < marker["passes"]
+
+    def _restore_lake(self) -> None:
+        """Set Nessie and the warehouse back to a backup. No actor is at work."""
+        if not self._backup_player.restore():
+            return
+        self._world.lost_files = frozenset()
+        self._world.is_journal_behind = self._has_lost_passes()
+        self._players.forget_lost_runs()
         self._backup = None
 
     def _check(self) -> None:
@@ -148,6 +173,7 @@ class Schedule:
             world.require(not missing, f"the live state {location} lacks {missing}")
         if not world.violations:
             self._main.check()
+            self._consumer.check()
         if world.violations:
             raise Violated("\n".join(world.violations))
 
@@ -166,9 +192,9 @@ class Schedule:
             self._spawn("end", actor)
             world.scheduler.run()
         self._check()
-        if world.lost_files:
+        if world.lost_files or world.is_journal_behind:
             self._collect()  # refused, until a person has accepted the loss
-            world.lost_files = frozenset()
+            world.lost_files, world.is_journal_behind = frozenset(), False
             self._collect(adopt_journal=True)
         self._check()
         world.let_time_pass(timedelta(days=2))

@@ -165,12 +165,12 @@ class LiveStates:
         """Return the metadata files of live states.
 
         The newest commit before `cutoff` of each reference counts, because it was the state at the horizon.
-        A tag that a sweep has claimed needs nothing.
+        A tag that a sweep has claimed needs nothing, nor does one that a restoration of a dropped table made.
         """
         live: set[str] = set()
         seen: set[str] = set()
         for name, pointer in history.references.items():
-            if name.startswith("sweeping-"):
+            if name.startswith(("sweeping-", "undrop-")):
                 continue
             for commit in history.first_parents(pointer.hash):
                 if commit.hash in seen:
@@ -201,6 +201,17 @@ class NessieBackup:
         self._commits = dict(history.commits)
         self._numbered = list(history._numbered)
         self._references = {name: (one.type, one.hash) for name, one in history.references.items()}
+
+    def find_states_of_main(self, cutoff: datetime) -> set[str]:
+        """Return the metadata files of the states that `main` had since `cutoff`."""
+        locations: set[str] = set()
+        commit_hash = self._references["main"][1]
+        while commit := self._commits.get(commit_hash):
+            locations |= set(table_locations(commit.contents).values())
+            if commit.time < cutoff:
+                break
+            commit_hash = commit.parents[0]
+        return locations
 
     def restore(self, history: History) -> None:
         """Set the Nessie back to the copy. Later commits are lost."""

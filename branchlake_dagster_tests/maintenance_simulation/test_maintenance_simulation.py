@@ -1,4 +1,4 @@
-"""Schedules of runs, undo, expiry, compaction and garbage collection, with lost replies and killed processes.
+"""Schedules of runs, consumers and all maintenance, with lost replies, killed processes and restored backups.
 
 One schedule by its seed: `python -m branchlake_dagster_tests.maintenance_simulation SEED`.
 `BRANCHLAKE_TEST_MAINTENANCE_SCHEDULES` sets how many random ones `make test-soak` plays.
@@ -18,10 +18,13 @@ from typing import Any
 
 import pytest
 
+from branchlake_dagster.backup import lake_backup
+from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
 from branchlake_dagster.compaction import table_publication
 from branchlake_dagster.compaction.compaction_plan import PlannedPartition
 from branchlake_dagster.compaction.compactor import Compactor
 from branchlake_dagster.compaction.result import CompactedPartition, CompactedTable
+from branchlake_dagster.expiry.roots import LakeRoots
 from branchlake_dagster.garbage_collection import collector as collector_module
 from branchlake_dagster.garbage_collection import reachable_files
 from branchlake_dagster.garbage_collection.collector import FileCollector
@@ -36,6 +39,8 @@ from branchlake_dagster.nessie.model import ContentKey, Reference
 from branchlake_dagster.undo.undrop import undrop_table
 from branchlake_dagster_tests.maintenance_simulation.play import Played, play
 from branchlake_dagster_tests.maintenance_simulation.players import Players
+from branchlake_dagster_tests.maintenance_simulation.position_consumer import PositionConsumer
+from branchlake_dagster_tests.maintenance_simulation.row_changes import ChangeKind, RowChange
 from branchlake_dagster_tests.maintenance_simulation.world import DELAY, GRACE, HORIZON, NAMESPACE, World
 
 pytestmark = pytest.mark.chaos
@@ -56,6 +61,10 @@ _WANTED = (
     "file deleted",
     "journal lost",
     "Nessie restored",
+    "lake saved",
+    "lake restored",
+    "change consumed",
+    "swept",
     "clock ahead",
     "old staged file committed",
     "statistics written",
@@ -202,6 +211,24 @@ def believe_the_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compactor, "_publish", report_success)
 
 
+def copy_files_before_nessie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup names files that were written after it had copied the warehouse."""
+    list_folders = lake_backup.list_lake_folders
+    monkeypatch.setattr(
+        lake_backup, "list_lake_folders", lambda *arguments: tuple(reversed(list_folders(*arguments)))
+    )
+
+
+def sweep_files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep deletes files of a discarded run that a tag still has."""
+    monkeypatch.setattr(SweepPlanner, "_find_other_tables", lambda *_: {})
+
+
+def forget_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expiry removes snapshots since the position of a consumer."""
+    monkeypatch.setattr(LakeRoots, "positions_of", lambda *_: [])
+
+
 def delete_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that became reachable between the plan and its execution is deleted."""
     monkeypatch.setattr(FileCollector, "_select_orphans", lambda self, one, batch: (list(batch), frozenset()))
@@ -229,16 +256,18 @@ FILE_LOST = (" deleted ", " lacks ")
 """What is reported of a file that something still needs: at its deletion, or when a commit names it later."""
 PLANTED: list[tuple[Plant, int, tuple[str, ...]]] = [
     (forget_tags, 0, FILE_LOST),
-    (forget_run_branches, 9, FILE_LOST),
-    (ignore_the_grace, 0, FILE_LOST),
-    (ignore_claims, 1, FILE_LOST),
-    (adopt_every_journal, 12, (" which Nessie had lost",)),
+    (forget_run_branches, 12, FILE_LOST),
+    (ignore_the_grace, 2, FILE_LOST),
+    (ignore_claims, 0, FILE_LOST),
+    (adopt_every_journal, 4, (" which Nessie had lost",)),
     (take_lost_replies_for_failures, 2, FILE_LOST),
-    (trust_the_fastest_clock, 12, FILE_LOST),
+    (trust_the_fastest_clock, 2, FILE_LOST),
     (compare_spellings_literally, 2, FILE_LOST),
-    (forget_statistics, 2, FILE_LOST),
-    (bring_deleted_rows_back, 11, (" instead of ",)),
+    (forget_statistics, 1, FILE_LOST),
+    (bring_deleted_rows_back, 51, (" instead of ",)),
     (believe_the_rewrite, 0, ("compact",)),
+    (copy_files_before_nessie, 0, (" the backup has ",)),
+    (sweep_files_in_use, 0, FILE_LOST),
 ]
 """A planted bug, a seed whose schedule finds it, and parts of what is reported then."""
 
@@ -283,6 +312,36 @@ def test_a_second_pass_judges_planned_files_again(tmp_path: Path, monkeypatch: p
     delete_without_a_second_look(monkeypatch)
     violations = collect_beside_a_restored_table(tmp_path / "planted")
     assert any(" deleted " in violation for violation in violations)
+
+
+def expire_beside_a_position(folder: Path) -> list[str]:
+    """Expire snapshots that only the position of a consumer needs; return violations."""
+    world = World(0, folder)
+    world.let_faults_end()
+    with world.in_place():
+        world.furnish()
+        players = Players(world)
+        consumer = PositionConsumer(world, players)
+        consumer.consume()
+        players.publish()
+        for number in range(3):
+            change = RowChange("t", ChangeKind.REPLACE, (("a", number),), "a")
+            players.write(players.add_run([change]), 1)
+            players.publish()
+        world.let_time_pass(timedelta(days=2, hours=12))
+        players.expire()
+        consumer.check()
+    assert world.seen["published"] == 4
+    return world.violations
+
+
+def test_an_expiry_keeps_what_a_consumer_has_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert expire_beside_a_position(tmp_path / "sound") == []
+    forget_positions(monkeypatch)
+    violations = expire_beside_a_position(tmp_path / "planted")
+    assert any(" is lost" in violation for violation in violations)
 
 
 def collect_beside_a_tag(folder: Path) -> list[str]:
