@@ -19,7 +19,7 @@ from branchlake_dagster_tests.suite.soak import soaking
 
 __all__ = ["empty_lake"]
 
-pytestmark = [pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(3_600)]
+pytestmark = [pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(14_400)]
 
 START = datetime(2026, 8, 8, 3, tzinfo=UTC)
 SEED = int(os.environ.get("BRANCHLAKE_TEST_SHUFFLE_SEED", "0"))
