@@ -284,7 +284,8 @@ class Pipeline:
 
 def net_alerts(log: pl.DataFrame) -> pl.DataFrame:
     """Return the alerts that hold, without the entries' numbers, which depend on the corrections."""
-    last = log.sort("alert_id", "sequence", pl.col("kind") == INSERT).group_by(
+    # An alert is retracted by an entry with the sequence of its insert.
+    last = log.sort("alert_id", "sequence", pl.col("kind") != INSERT).group_by(
         "alert_id", maintain_order=True
     )
     return last.last().filter(pl.col("kind") == INSERT).select("alert_id", *ALERT_FIELDS).sort("alert_id")
