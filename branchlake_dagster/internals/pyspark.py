@@ -12,11 +12,15 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
 from io import BufferedReader
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
 __all__ = [
     "add_session_hook",
+    "checkpoint_locally",
     "disable_session_finalizer",
     "get_session_settings",
     "limit_retry_time",
@@ -34,6 +38,25 @@ def add_session_hook(client: Any, hook: Any) -> None:
     `SparkSession.Builder` accepts hooks too, but only for sessions that it creates.
     """
     client._session_hooks = [*client._session_hooks, hook]
+
+
+def checkpoint_locally(frame: DataFrame) -> DataFrame:
+    """Compute a frame now, and return a frame of its rows, which the executors keep until it is released.
+
+    With Spark Connect, `DataFrame.localCheckpoint` returns a frame of the thread's active session, which may
+    be the session of another run.
+    """
+    from pyspark.sql.connect.dataframe import DataFrame as ConnectDataFrame
+
+    checkpoint = frame.localCheckpoint()
+    if not isinstance(frame, ConnectDataFrame):
+        return checkpoint
+    connected = cast("ConnectDataFrame", checkpoint)
+    session = frame.sparkSession
+    # The plan releases the rows in its session at the end.
+    plan = cast("Any", connected._plan)
+    plan._spark_session = session
+    return cast("DataFrame", ConnectDataFrame(plan, cast("Any", session)))
 
 
 def translate_errors(client: Any, translate: Callable[[Exception], Exception | None]) -> None:

@@ -8,7 +8,12 @@ import pyspark.sql.connect.logging
 import pytest
 from pyspark.sql.connect.session import SparkSession
 
-from branchlake_dagster.internals.pyspark import disable_session_finalizer, silence_connect_log
+from branchlake_dagster.internals.pyspark import (
+    checkpoint_locally,
+    disable_session_finalizer,
+    silence_connect_log,
+)
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 
 @pytest.mark.parametrize("level", [None, "WARNING"])
@@ -32,3 +37,17 @@ def test_the_garbage_collector_closes_no_session() -> None:
     for _ in range(2):
         disable_session_finalizer()
     assert not hasattr(SparkSession, "__del__")
+
+
+@pytest.mark.spark
+def test_a_checkpoint_belongs_to_the_session_of_its_frame(lakehouse: Lakehouse) -> None:
+    """The first session of a thread is its active one, for which pyspark takes every checkpoint."""
+    sessions = [lakehouse.spark_session() for _ in range(2)]
+    for session in sessions:
+        numbers = checkpoint_locally(session.range(3))
+        both = numbers.union(session.range(2))
+        assert both.sparkSession is session
+        assert both.count() == 5
+        del numbers, both
+    for session in sessions:
+        session.stop()
