@@ -107,7 +107,8 @@ def build_request(
     """Return the request for the given partitions, or for the whole asset with `everything`.
 
     Without `partitions` and `everything`, the request is for the partitions that an older code version of
-    the asset computed; the result is None if there are no such partitions, and no unknown ones.
+    the asset computed. The result is None if it computed none of them, and if the code version of each
+    partition is known.
 
     Raises ConfigurationError if the code location has no such asset.
     """

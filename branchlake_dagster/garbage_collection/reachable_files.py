@@ -283,7 +283,10 @@ class ReachableFiles:
         """Names of tables with a file that could not be read -> the location of the first such file."""
 
     def replace_damage(self, other: ReachableFiles) -> None:
-        """Take the unreadable files, and what is kept because of them, from `other`. The keys stay."""
+        """Replace the unreadable files, and the folders that they protect, by those of `other`.
+
+        The keys of the reachable files are not changed.
+        """
         self.protected_folders = dict(other.protected_folders)
         self.unreadable_files = set(other.unreadable_files)
         self.unreadable_states = set(other.unreadable_states)

@@ -3,8 +3,8 @@
 Dagster has a database for each run and three others. For each event it opens a connection to two or three of
 them, and closes it. SQLite then copies its write-ahead log into the database and removes it, which waits for
 the disk. Dagster also creates an SQLAlchemy engine each time, which compiles every statement again. Twice per
-run it requests the newest revision of the databases, for which Alembic reads and orders ninety scripts. A run
-with thirty check results took more than three times as long as with the functions of this module.
+run it requests the newest revision of the databases, for which Alembic reads and orders ninety scripts. With
+the functions of this module, a run with 31 check results needs 0.45 s of CPU instead of 1.2 s.
 
 Dagster has no setting for this. So names of its modules are replaced, only in branchlake's own processes.
 """
@@ -40,7 +40,8 @@ _ENGINES = 32
 _is_installed = False
 _engines: WeakSet[Engine] = WeakSet()
 _inherited_pools: list[Pool] = []
-"""The pools of the process that this one was forked from, which their connections stay open for."""
+"""The pools of the process that this one was forked from. They are referenced here, so that this process does
+not close their connections."""
 
 
 def keep_sqlite_connections(prepare: Callable[[Engine], None] = lambda _: None) -> None:

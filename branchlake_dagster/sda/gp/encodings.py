@@ -26,6 +26,7 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.omm import KEYWORDS
 from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
 from branchlake_dagster.sda.gp.rules import RejectReason
+from branchlake_dagster.wording import is_unicode
 
 _COLUMNS = {
     **dict.fromkeys(KEYWORDS, pl.String()),
@@ -68,7 +69,8 @@ def read_json(file_text: str, source: str, limits: ReadLimits, keywords: Collect
         # JSON can escape half of a character, which no encoding of text can hold.
         if _SURROGATE_ESCAPE.search(file_text):
             problems = [
-                problem or ("" if _is_unicode(r, keywords) else "a value of the record is not valid Unicode")
+                problem
+                or ("" if _has_unicode_texts(r, keywords) else "a value of the record is not valid Unicode")
                 for r, problem in zip(records, problems, strict=True)
             ]
         raw_texts = [
@@ -102,14 +104,9 @@ def _is_flat(record: object) -> bool:
     return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
 
 
-def _is_unicode(record: dict[str, Any], keywords: Collection[str]) -> bool:
-    try:
-        for keyword in keywords:
-            if isinstance(value := record.get(keyword), str):
-                value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _has_unicode_texts(record: dict[str, Any], keywords: Collection[str]) -> bool:
+    texts = (value for keyword in keywords if isinstance(value := record.get(keyword), str))
+    return all(map(is_unicode, texts))
 
 
 def from_csv(file_text: str, source: str, limits: ReadLimits, first_line: int = 1) -> pl.DataFrame:

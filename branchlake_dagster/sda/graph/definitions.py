@@ -40,6 +40,7 @@ from branchlake_dagster.sda.partitions import gp_snapshots, windows
 from branchlake_dagster.sda.providers.pulled import GpProvider
 from branchlake_dagster.sda.registry.satcat import is_satcat
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, SIMULATED_PREFIX, GpSource, snapshot_time
+from branchlake_dagster.wording import is_unicode
 
 __all__ = [
     "fusion_assets",
@@ -226,14 +227,6 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
     return gp_pull
 
 
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 @dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
 def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
     """Register each file of the GP folder as a partition. Without files, a simulated snapshot is registered.
@@ -242,7 +235,7 @@ def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.S
     not valid Unicode cannot be a partition: it is logged and left out.
     """
     files = gp.files()
-    nameless = [name for name in files if not _is_unicode(name)]
+    nameless = [name for name in files if not is_unicode(name)]
     for name in nameless:
         context.log.warning(f"The name of file {name!a} is not valid Unicode. Rename the file to ingest it.")
     wanted = [name for name in files if name not in nameless] if files else [DEFAULT_SNAPSHOT]
