@@ -24,15 +24,6 @@ def format_names(singular: str, names: Sequence[str]) -> str:
     return f"{pluralize(len(names), singular, f'{singular}s')} {', '.join(names)}"
 
 
-def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8. A file name with other bytes cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 class CodedReason(str):
     """The reason for a decision: a sentence for people, with a `code` for programs and tests.
 

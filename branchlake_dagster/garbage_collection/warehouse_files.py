@@ -45,7 +45,6 @@ from branchlake_dagster.garbage_collection.s3_deletion import (
 )
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
-from branchlake_dagster.wording import is_unicode
 
 _BATCH = 8192
 _REMOTE_THREADS = 32
@@ -456,7 +455,7 @@ def _iter_local_paths(path: str) -> Iterator[str]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-                elif entry.is_file(follow_symlinks=False) and is_unicode(entry.path):
+                elif entry.is_file(follow_symlinks=False) and _is_unicode(entry.path):
                     yield entry.path
 
 
@@ -484,3 +483,11 @@ def _remote_stamp(info: FileInfo) -> FileStamp | None:
     if info.type is not FileType.File or info.mtime_ns is None or info.size is None:
         return None
     return FileStamp(info.size, info.mtime_ns, info.mtime_ns, 0)
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

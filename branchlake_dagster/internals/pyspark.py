@@ -12,15 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, NoReturn, cast
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+from typing import Any, NoReturn, cast
 
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
 __all__ = [
     "add_session_hook",
-    "checkpoint_locally",
+    "bind_checkpoints",
     "disable_session_finalizer",
     "get_session_settings",
     "limit_retry_time",
@@ -40,23 +37,24 @@ def add_session_hook(client: Any, hook: Any) -> None:
     client._session_hooks = [*client._session_hooks, hook]
 
 
-def checkpoint_locally(frame: DataFrame) -> DataFrame:
-    """Compute a frame now, and return a frame of its rows, which the executors keep until it is released.
+def bind_checkpoints(session: Any) -> None:
+    """Make `DataFrame.localCheckpoint` and `checkpoint` return frames of this Connect session.
 
-    With Spark Connect, `DataFrame.localCheckpoint` returns a frame of the thread's active session, which may
-    be the session of another run.
+    pyspark returns frames of the thread's active session, which may be the session of another run.
     """
-    from pyspark.sql.connect.dataframe import DataFrame as ConnectDataFrame
+    from pyspark.sql.connect.dataframe import DataFrame
 
-    checkpoint = frame.localCheckpoint()
-    if not isinstance(frame, ConnectDataFrame):
-        return checkpoint
-    connected = cast("ConnectDataFrame", checkpoint)
-    session = frame.sparkSession
-    # The plan releases the rows in its session at the end.
-    plan = cast("Any", connected._plan)
-    plan._spark_session = session
-    return cast("DataFrame", ConnectDataFrame(plan, cast("Any", session)))
+    execute = session.client.execute_command
+
+    def execute_command(*args: Any, **named: Any) -> Any:
+        rows, properties, info = execute(*args, **named)
+        if (checkpoint := properties.get("checkpoint_command_result")) is not None:
+            # The plan releases the rows in its session at the end.
+            checkpoint._plan._spark_session = session
+            properties["checkpoint_command_result"] = DataFrame(checkpoint._plan, session)
+        return rows, properties, info
+
+    session.client.execute_command = execute_command
 
 
 def translate_errors(client: Any, translate: Callable[[Exception], Exception | None]) -> None:

@@ -37,6 +37,7 @@ from branchlake_dagster.embedded.servers import (
 )
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, OutcomeUnknown
 from branchlake_dagster.internals.pyspark import (
+    bind_checkpoints,
     disable_session_finalizer,
     limit_retry_time,
     set_session_settings,
@@ -209,6 +210,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
         # run once waited there for minutes.
         limit_retry_time(cast("Any", session).client, _EMBEDDED_TIMEOUT_S)
     _translate_failures(session, urlsplit(url).netloc)
+    bind_checkpoints(session)
     set_session_settings(session, {key: value for key, value in conf.items() if key not in _SERVER_SIDE_KEYS})
     return session
 

@@ -145,6 +145,7 @@ USED = [
         "max_retries initial_backoff backoff_multiplier max_backoff",
     ),
     ("pyspark.sql.connect.conf", "RuntimeConf._set_all", "configs silent"),
+    ("pyspark.sql.connect.client", "SparkConnectClient.execute_command", "command"),
     ("pyspark.sql.connect.dataframe", "DataFrame", "plan session"),
     ("pyspark.sql.connect.plan", "CachedRemoteRelation", "relation_id spark_session"),
     ("pyspark.sql.connect.proto", "ConfigRequest", ""),

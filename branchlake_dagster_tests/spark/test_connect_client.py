@@ -9,7 +9,6 @@ import pytest
 from pyspark.sql.connect.session import SparkSession
 
 from branchlake_dagster.internals.pyspark import (
-    checkpoint_locally,
     disable_session_finalizer,
     silence_connect_log,
 )
@@ -44,7 +43,7 @@ def test_a_checkpoint_belongs_to_the_session_of_its_frame(lakehouse: Lakehouse) 
     """The first session of a thread is its active one, for which pyspark takes every checkpoint."""
     sessions = [lakehouse.spark_session() for _ in range(2)]
     for session in sessions:
-        numbers = checkpoint_locally(session.range(3))
+        numbers = session.range(3).localCheckpoint()
         both = numbers.union(session.range(2))
         assert both.sparkSession is session
         assert both.count() == 5

@@ -12,7 +12,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.internals.pyspark import checkpoint_locally
 from branchlake_dagster.sda.ephemerides.listing import screened_file
 from branchlake_dagster.sda.messages.errors import UnreadableMessage
 from branchlake_dagster.sda.messages.oem_read import read_oem
@@ -175,9 +174,10 @@ def screen_files(
     function, schema = carried(screening.screen_batches), from_arrow_schema(_SCREENED_SCHEMA)
     # Without checkpoints, the frame of all rows would send the files of all batches again, in one message.
     batches = [
-        checkpoint_locally(
-            session.createDataFrame(batch).repartition(batch.num_rows).mapInArrow(function, schema)
-        )
+        session.createDataFrame(batch)
+        .repartition(batch.num_rows)
+        .mapInArrow(function, schema)
+        .localCheckpoint()
         for batch in _divide_files(files, max_batch_bytes)
     ]
     screened = reduce(DataFrame.unionAll, batches, session.createDataFrame([], schema))

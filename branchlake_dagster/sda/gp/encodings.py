@@ -26,7 +26,6 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.omm import KEYWORDS
 from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
 from branchlake_dagster.sda.gp.rules import RejectReason
-from branchlake_dagster.wording import is_unicode
 
 _COLUMNS = {
     **dict.fromkeys(KEYWORDS, pl.String()),
@@ -102,6 +101,15 @@ def read_json(file_text: str, source: str, limits: ReadLimits, keywords: Collect
 
 def _is_flat(record: object) -> bool:
     return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8. A file name with other bytes cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _has_unicode_texts(record: dict[str, Any], keywords: Collection[str]) -> bool:

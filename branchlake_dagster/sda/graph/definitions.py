@@ -34,13 +34,13 @@ from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS, conjunction_r
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.assets.upkeep import MAX_CATALOGUE_AGE
+from branchlake_dagster.sda.gp.encodings import is_unicode
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 from branchlake_dagster.sda.providers.pulled import GpProvider
 from branchlake_dagster.sda.registry.satcat import is_satcat
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, SIMULATED_PREFIX, GpSource, snapshot_time
-from branchlake_dagster.wording import is_unicode
 
 __all__ = [
     "fusion_assets",
