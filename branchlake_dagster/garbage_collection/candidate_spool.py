@@ -12,7 +12,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -53,15 +52,17 @@ class Candidates:
 class CandidateSpool:
     """A temporary file of listed files that may be orphans. Add all files, then iterate over the batches.
 
-    Use it as a context manager, which deletes the temporary file.
+    Use it as a context manager, which frees the disk space. The file has no name, so the operating system
+    also frees the space of a process that was killed.
     """
 
     def __init__(self, keyer: LocationKeyer) -> None:
         self._keyer = keyer
-        self._folder = tempfile.TemporaryDirectory(prefix="branchlake-candidates-")
-        self._path = str(Path(self._folder.name) / "candidates.arrow")
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._writer: Any = pa.ipc.new_file(
-            self._path, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")
+            pa.PythonFile(self._file, mode="w"),
+            _SCHEMA,
+            options=pa.ipc.IpcWriteOptions(compression="zstd"),
         )
         self._rows: list[tuple[ListedFile, int, str]] = []
         self.count = 0
@@ -73,7 +74,7 @@ class CandidateSpool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writer.close()
-        self._folder.cleanup()
+        self._file.close()
 
     def add(self, file: ListedFile, folder: int, location: str) -> None:
         """Store a file. `folder` is a number chosen by the caller.
@@ -103,18 +104,18 @@ class CandidateSpool:
         """Iterate over all files in batches of 8,192. Files cannot be added afterwards."""
         self._flush()
         self._writer.close()
-        with pa.memory_map(self._path) as source:
-            reader = pa.ipc.open_file(source)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                yield Candidates(
-                    batch["path"].to_pylist(),
-                    batch["size"].to_numpy(),
-                    batch["modified_us"].to_numpy(),
-                    batch["last_change_us"].to_numpy(),
-                    batch["folder"].to_numpy(),
-                    batch["key"].to_numpy(),
-                )
+        self._file.seek(0)
+        reader = pa.ipc.open_file(pa.PythonFile(self._file, mode="r"))
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            yield Candidates(
+                batch["path"].to_pylist(),
+                batch["size"].to_numpy(),
+                batch["modified_us"].to_numpy(),
+                batch["last_change_us"].to_numpy(),
+                batch["folder"].to_numpy(),
+                batch["key"].to_numpy(),
+            )
 
 
 class CandidateSelector:

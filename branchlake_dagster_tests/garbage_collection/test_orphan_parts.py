@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -306,6 +307,17 @@ def test_candidates_come_back_from_disk() -> None:
     assert (
         np.concatenate([part.keys for part in parts]).tolist() == keyer.keys([f.path for f in files]).tolist()
     )
+
+
+def test_a_spool_that_nobody_closes_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process that was killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spool = CandidateSpool(LocationKeyer())
+    for number in range(10_000):
+        spool.add(ListedFile(f"/w/t/{number}", 1, 1, 1), 0, f"/w/t/{number}")
+    assert not [*tmp_path.iterdir()]
+    with spool:
+        assert sum(len(part.paths) for part in spool) == 10_000
 
 
 def test_folders_inside_others_are_listed_once(tmp_path: Path) -> None:
