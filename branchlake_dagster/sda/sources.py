@@ -26,7 +26,7 @@ _TIME = re.compile(r"(\d{8}T\d{4})Z")
 
 
 class UnknownSnapshotError(CatalogueError):
-    """No file belongs to the snapshot id, or the folder's files do not have unique ids."""
+    """No file belongs to the snapshot id, or several files do."""
 
 
 @dataclass(frozen=True)
@@ -80,27 +80,25 @@ class GpSource(dg.ConfigurableResource[Any]):
         """Return the limits on the size of a file and of its records."""
         return ReadLimits(self.max_unpacked_mb * 1024 * 1024, self.max_record_chars)
 
-    def files(self) -> dict[str, Path]:
+    def files(self) -> dict[str, list[Path]]:
         """Return the files of ``catalogue_dir`` by snapshot id. Without a folder the result is empty.
 
-        Raises:
-            UnknownSnapshotError: The folder does not exist, or two of its files have the same id.
+        A snapshot id should have one file. An id with several cannot be read (see `read`), all others can.
+
+        Raises UnknownSnapshotError if the folder does not exist.
         """
         if self.catalogue_dir is None:
             return {}
         folder = Path(self.catalogue_dir).expanduser()
         if not folder.is_dir():
             raise UnknownSnapshotError(
-                str(folder), "no such folder", "Set the GP source's catalogue_dir to a folder of GP files."
+                str(folder),
+                "no such folder",
+                "Create it, or set BRANCHLAKE_GP_DIR (catalogue_dir of the resource) to another folder.",
             )
-        found: dict[str, Path] = {}
+        found: dict[str, list[Path]] = {}
         for path in sorted(p for p in folder.iterdir() if p.is_file() and _is_gp(p)):
-            name = snapshot_id(path)
-            if name in found:
-                raise UnknownSnapshotError(
-                    str(path), f"{found[name].name} has the same snapshot id {name}", "Rename one of them."
-                )
-            found[name] = path
+            found.setdefault(snapshot_id(path), []).append(path)
         return found
 
     def radius_table(self) -> pl.DataFrame | None:
@@ -120,7 +118,8 @@ class GpSource(dg.ConfigurableResource[Any]):
 
         Raises:
             TooLargeCatalogueError: The file is larger than the limit.
-            UnknownSnapshotError: The folder has no such file, and the id does not begin with ``sim-``.
+            UnknownSnapshotError: The folder has no such file or several, and the id does not begin with
+                ``sim-``.
         """
         time = snapshot_time(snapshot)
         if snapshot.startswith(SIMULATED_PREFIX):
@@ -131,14 +130,20 @@ class GpSource(dg.ConfigurableResource[Any]):
                 bad=snapshot.startswith(BAD_PREFIX),
             )
             return GpFile(text.encode(), f"simulated {snapshot}", "SIMULATED", time or REFERENCE_EPOCH)
-        path = self.files().get(snapshot)
-        if path is None:
+        paths = self.files().get(snapshot, [])
+        if not paths:
             where = self.catalogue_dir or "a folder (catalogue_dir is not set)"
             raise UnknownSnapshotError(
                 snapshot,
                 f"no such file in {where}",
                 "Put the file there under that name, or use a snapshot id that begins with sim-.",
             )
+        if len(paths) > 1:
+            names = " and ".join(path.name for path in paths)
+            raise UnknownSnapshotError(
+                snapshot, f"{names} in {self.catalogue_dir} have this snapshot id", "Rename all but one."
+            )
+        (path,) = paths
         file_status = path.stat()
         if file_status.st_size > self.limits().max_bytes:
             raise TooLargeCatalogueError(

@@ -133,13 +133,24 @@ def test_snapshot_ids_are_names_without_endings(tmp_path):
     for name in ("a.tle.gz", "b.json", "c.KVN", "notes.md", "d.tle.part"):
         (tmp_path / name).touch()
     files = GpSource(catalogue_dir=str(tmp_path)).files()
-    assert list(files) == ["a", "b", "c"]
-    (tmp_path / "a.json").touch()
-    with raising(UnknownSnapshotError, "a.json"):
-        GpSource(catalogue_dir=str(tmp_path)).files()
+    assert files == {
+        name: [tmp_path / file] for name, file in [("a", "a.tle.gz"), ("b", "b.json"), ("c", "c.KVN")]
+    }
     assert snapshot_id(tmp_path / "active-20260808T0220Z.tle.gz") == "active-20260808T0220Z"
     assert snapshot_time("active-20260808T0220Z") == datetime(2026, 8, 8, 2, 20, tzinfo=UTC)
     assert snapshot_time("sim-99999999T0000Z") is None
+
+
+def test_two_files_of_one_snapshot_id_keep_no_other_file_away(instance, tmp_path):
+    for name in ("a.tle", "a.json", "b.tle"):
+        (tmp_path / name).touch()
+    gp = GpSource(catalogue_dir=str(tmp_path))
+    context = dg.build_sensor_context(instance=instance, resources={"gp": gp})
+    (request,) = definitions.gp_snapshot_files(context).dynamic_partitions_requests
+    assert request.partition_keys == ["b"]
+    assert gp.read("b").source == str(tmp_path / "b.tle")
+    with raising(UnknownSnapshotError, "a.json", "a.tle", source="a"):
+        gp.read("a")
 
 
 def test_an_unknown_partition_key_is_refused_before_the_source_is_asked(instance):
@@ -154,8 +165,9 @@ def test_the_sensor_registers_files_and_starts_nothing(instance, tmp_path):
 
     (request,) = tick(GpSource()).dynamic_partitions_requests
     assert request.partition_keys == [DEFAULT_SNAPSHOT]
-    (tmp_path / "a.tle").touch()
     gp = GpSource(catalogue_dir=str(tmp_path))
+    assert isinstance(tick(gp), dg.SkipReason)  # nothing is simulated beside a folder
+    (tmp_path / "a.tle").touch()
     assert tick(gp).dynamic_partitions_requests[0].partition_keys == ["a"]
     assert not tick(gp).run_requests
     instance.add_dynamic_partitions("gp_snapshots", ["a"])

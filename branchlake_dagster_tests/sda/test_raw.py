@@ -35,6 +35,7 @@ from branchlake_dagster.sda.graph.code_location import (
 )
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.simulate import simulate
+from branchlake_dagster.sda.sources import GpSource, UnknownSnapshotError
 from branchlake_dagster.sda.wire.columns import DECODED, WRONG_SIZE
 from branchlake_dagster.sda.wire.links import decode_links, encode_links
 from branchlake_dagster.sda.wire.optical import MALFORMED, decode_optical, encode_optical
@@ -214,6 +215,8 @@ def test_the_mode_of_the_measurements_is_that_of_the_environment(
 def test_a_folder_of_gp_files_that_does_not_exist_is_not_simulated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """The code location loads nevertheless: a file system that is not mounted stops no other asset."""
+
     def catalogue_dir() -> str | None:
         definitions = build_definitions(Settings(state_dir=tmp_path))
         gp = definitions.get_repository_def().get_top_level_resources()["gp"]
@@ -224,16 +227,13 @@ def test_a_folder_of_gp_files_that_does_not_exist_is_not_simulated(
     assert catalogue_dir() == ""
     folder = tmp_path / "gpp"
     monkeypatch.setenv(GP_DIR, str(folder))
-    with raising(ConfigurationError, GP_DIR, str(folder)):
-        build_definitions(Settings(state_dir=tmp_path))
-    (tmp_path / "gpp").write_text("a file")
-    with raising(ConfigurationError, GP_DIR, str(folder)):
-        build_definitions(Settings(state_dir=tmp_path))
-    folder.unlink()
-    folder.mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(GP_DIR, "~/gpp")
     assert catalogue_dir() == str(folder)
+    with raising(UnknownSnapshotError, GP_DIR, source=str(folder)):
+        GpSource(catalogue_dir=str(folder)).files()
+    (tmp_path / "gpp").write_text("a file")
+    with raising(UnknownSnapshotError, GP_DIR, source=str(folder)):
+        GpSource(catalogue_dir=str(folder)).read("active")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(GP_DIR, "~/new")
     monkeypatch.setenv(GP_PULL, "celestrak")
     assert catalogue_dir() == str(tmp_path / "new")

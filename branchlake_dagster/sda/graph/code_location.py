@@ -105,19 +105,16 @@ def gp_folder(settings: Settings) -> Path:
 def build_definitions(settings: Settings) -> dg.Definitions:
     """Build all definitions of the code location, for the given settings and the environment.
 
-    A folder of GP files that is configured must exist, unless a provider fills it: without a folder, the
-    catalog is simulated. Raises ConfigurationError for an invalid environment variable.
+    Without a folder of GP files, the catalog is simulated. A folder that is configured but does not exist is
+    an error of the sensor and of the runs that read it: it may be a file system that is not mounted now.
+    Raises ConfigurationError for an invalid environment variable.
     """
     folder = gp_folder(settings)
     provider = gp_provider(settings)
     if provider is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    elif os.environ.get(GP_DIR) and not folder.is_dir():
-        raise ConfigurationError(
-            f"{GP_DIR} is {str(folder)!r}, which is not a folder.",
-            hint="Correct it or create the folder. Unset it to simulate the catalog.",
-        )
-    gp = GpSource(catalogue_dir=str(folder) if folder.is_dir() else None)
+    has_folder = bool(os.environ.get(GP_DIR)) or folder.is_dir()
+    gp = GpSource(catalogue_dir=str(folder) if has_folder else None)
     graph = dg.Definitions(
         assets=fusion_assets,
         asset_checks=fusion_checks,

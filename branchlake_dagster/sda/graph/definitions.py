@@ -229,16 +229,27 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
 
 @dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
 def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
-    """Register each file of the GP folder as a partition. Without files, a simulated snapshot is registered.
+    """Register each file of the GP folder as a partition, or a simulated snapshot if there is no folder.
 
     The sensor launches no run: a person decides whether an old file should be ingested. A file whose name is
-    not valid Unicode cannot be a partition: it is logged and left out.
+    not valid Unicode cannot be a partition, and files of one snapshot id cannot be distinguished: they are
+    logged and left out.
     """
-    files = gp.files()
-    nameless = [name for name in files if not is_unicode(name)]
-    for name in nameless:
-        context.log.warning(f"The name of file {name!a} is not valid Unicode. Rename the file to ingest it.")
-    wanted = [name for name in files if name not in nameless] if files else [DEFAULT_SNAPSHOT]
+    wanted = [] if gp.catalogue_dir else [DEFAULT_SNAPSHOT]
+    for name, paths in gp.files().items():
+        if not is_unicode(name):
+            context.log.warning(
+                f"The name of file {name!a} is not valid Unicode. Rename the file to ingest it."
+            )
+        elif len(paths) > 1:
+            files = " and ".join(path.name for path in paths)
+            context.log.warning(
+                f"{files} have the same snapshot id {name}. Rename all but one to ingest them."
+            )
+        else:
+            wanted.append(name)
+    if not wanted:
+        return dg.SkipReason(f"No GP files in {gp.catalogue_dir}.")
     known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
     new = [name for name in wanted if name not in known]
     if not new:
