@@ -31,10 +31,10 @@ from branchlake_dagster.ingest.formats import Decoded
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.raw_reprocessing import (
     RawInterval,
-    RawReprocessingResult,
     count_kept_records,
     reprocess_raw,
 )
+from branchlake_dagster.ingest.raw_slice import RawReprocessingResult
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving

@@ -16,7 +16,8 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.raw_reprocessing import position_columns, require_kept_records
+from branchlake_dagster.ingest.raw_reprocessing import require_kept_records
+from branchlake_dagster.ingest.raw_slice import position_columns
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
