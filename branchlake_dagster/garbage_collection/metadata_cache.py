@@ -66,7 +66,7 @@ _CODE = (
     "garbage_collection/location_keys.py",
     "garbage_collection/metadata_cache.py",
     "garbage_collection/reachable_files.py",
-    "internals/pyiceberg.py",
+    "internals/manifest_files.py",
 )
 """The modules that read files and compute keys."""
 

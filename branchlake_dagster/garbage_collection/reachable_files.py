@@ -49,7 +49,7 @@ from branchlake_dagster.garbage_collection.location_keys import (
     is_inside,
 )
 from branchlake_dagster.garbage_collection.metadata_cache import ManifestKeys, MetadataCache, StateFiles
-from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
+from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
 from branchlake_dagster.tables.table_files import table_root
 
 _FILES_AT_ONCE = 256

@@ -33,7 +33,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from branchlake_dagster.catalog.stored_files import read_content, wrap_parse_errors
 from branchlake_dagster.internals.column_metrics import bound_value, reliable_metrics
-from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
+from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
 
 _FEW_ENTRIES = 500
 """Up to this many entries of other snapshots are parsed and skipped. Above it, entries are located first."""

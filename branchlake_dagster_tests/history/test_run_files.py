@@ -23,7 +23,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.history.manifests import OwnFilesCache
-from branchlake_dagster.internals.pyiceberg import iter_entries
+from branchlake_dagster.internals.manifest_files import iter_entries
 from branchlake_dagster_tests.history.snapshot_tables import BY_DAY, SCHEMA
 
 OTHER, OWN = 11, 12
