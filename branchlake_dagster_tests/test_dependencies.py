@@ -6,7 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from configparser import ConfigParser
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -21,6 +21,7 @@ from branchlake_dagster.extras import MissingExtra
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
+from branchlake_dagster_tests.suite.source_statements import import_statements
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ROOT / "branchlake_dagster"
@@ -49,18 +50,19 @@ def carriers() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """The top-level names of the foreign packages that a file imports, wherever in it they stand."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    found = set()
+    for node in import_statements(path):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""] if node.level == 0 else []
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
         else:
-            continue
+            names = [alias.name for alias in node.names]
         for top in (name.partition(".")[0] for name in names):
             if top not in sys.stdlib_module_names and top not in (PRODUCT.name, TESTS.name):
-                yield top
+                found.add(top)
+    return frozenset(found)
 
 
 def undeclared(paths: list[Path], allowed: set[str]) -> dict[str, str]:

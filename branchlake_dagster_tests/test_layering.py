@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import branchlake_dagster as root
+from branchlake_dagster_tests.suite.source_statements import statements
 
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
@@ -88,12 +88,14 @@ ALLOWED: dict[str, set[str]] = {
 """The packages and modules directly under the root, and what each may import. Only downwards."""
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> tuple[str, ...]:
     """The names inside our own package that a file imports, wherever in it they stand."""
     tree = ast.parse(path.read_text(), str(path))
     if path == ROOT / "errors.py":  # it shows all errors to type checkers, and imports them when asked for
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
-    for node in ast.walk(tree):
+    found = []
+    for node in statements(tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             # `from package import x` imports the module x.
@@ -106,7 +108,8 @@ def imported(path: Path) -> Iterator[str]:
             if name.startswith(f"{NAME}."):
                 inner = name.removeprefix(f"{NAME}.")
                 # What the root offers comes from where it lives.
-                yield (f"{root._HOME_OF[inner]}.{inner}" if inner in root._HOME_OF else inner)
+                found.append(f"{root._HOME_OF[inner]}.{inner}" if inner in root._HOME_OF else inner)
+    return tuple(found)
 
 
 def sources() -> list[Path]:
@@ -127,6 +130,7 @@ def graph() -> dict[str, dict[str, list[str]]]:
     return found
 
 
+@cache
 def folder_of(dotted: str) -> str:
     """The folder that a module or a name in one lies in; a module directly under the root is its own."""
     parts = dotted.split(".")

@@ -20,6 +20,7 @@ from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.opened import Opened
 from branchlake_dagster_tests.baseline.storage import objects
+from branchlake_dagster_tests.suite.source_statements import statements
 
 _OPEN_ENDED = (
     *("branchlake.consumed.", "branchlake.offsets.", "branchlake.tables.", "branchlake.reprocessed."),
@@ -187,24 +188,27 @@ def names_in_code(root: Path = CODE) -> dict[str, set[str]]:
     constants = _Constants(modules)
     found: defaultdict[str, set[str]] = defaultdict(set)
     for module, tree in modules.items():
-        inner = {
-            part
-            for node in ast.walk(tree)
-            if isinstance(node, ast.JoinedStr | ast.BinOp)
-            for part in ast.walk(node)
-            if part is not node and isinstance(part, ast.expr)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and node not in inner:
-                text = constants.text(module, node)
-                if text is not None and _NAME.fullmatch(text):
-                    found[text].add(module)
-                if isinstance(node, ast.JoinedStr):  # a folder below a root that is not constant
-                    for part in node.values:
-                        later = constants.text(module, part) or ""
-                        if (at := later.find("/_branchlake/")) >= 0:
-                            found[later[at + 1 :].rstrip("/")].add(module)
+        for node in _outermost_texts(tree):
+            text = constants.text(module, node)
+            if text is not None and _NAME.fullmatch(text):
+                found[text].add(module)
+            if isinstance(node, ast.JoinedStr):  # a folder below a root that is not constant
+                for part in node.values:
+                    later = constants.text(module, part) or ""
+                    if (at := later.find("/_branchlake/")) >= 0:
+                        found[later[at + 1 :].rstrip("/")].add(module)
     return dict(found)
+
+
+def _outermost_texts(tree: ast.AST) -> Iterator[ast.expr]:
+    """The expressions that may be texts, without those that are a part of one."""
+    pending = [tree]
+    while pending:
+        for child in ast.iter_child_nodes(pending.pop()):
+            if isinstance(child, ast.Constant | ast.JoinedStr | ast.BinOp):
+                yield child
+            elif not isinstance(child, ast.Name | ast.expr_context):
+                pending.append(child)
 
 
 def _module(path: Path, root: Path) -> str:
@@ -219,7 +223,7 @@ class _Constants:
         self._assigned: dict[tuple[str, str], ast.expr] = {}
         self._imported: dict[tuple[str, str], tuple[str, str]] = {}
         for module, tree in modules.items():
-            for node in ast.walk(tree):
+            for node in statements(tree):
                 if isinstance(node, ast.ImportFrom) and node.module:
                     for alias in node.names:
                         self._imported[module, alias.asname or alias.name] = (node.module, alias.name)
