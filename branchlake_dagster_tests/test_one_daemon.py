@@ -99,9 +99,34 @@ def daemon(
         yield OneDaemon(url, instance, release, automation, backfilled, ingest, topic, processes)
 
 
+# -- a backfill that is begun --------------------------------------------------------------------------
+
+
+def backfill(*arguments: str) -> Any:
+    result = CliRunner().invoke(main, ["backfill", *arguments, "-m", MODULE, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def backfill_number(daemon: OneDaemon, lakehouse: Lakehouse) -> str:
+    """A backfill that has been planned and begun. The daemon takes it up within half a minute, which other tests use."""
+    namespace = daemon.backfill
+    assert sums_of(lakehouse, namespace) == [22, 22]
+    planned = backfill("plan", f"{namespace}/events")
+    assert [(one["asset"].split("/")[1], one["partitions"], one["by_itself"]) for one in planned] == [
+        ("events", [*DAYS], False),
+        ("daily", [*DAYS], True),
+        ("report", None, False),
+        ("total", None, True),
+    ]
+    return str(backfill("run", f"{namespace}/events")["backfill"])
+
+
 # -- automation ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("backfill_number")
 def test_the_daemon_requests_the_downstream_of_what_it_published(
     daemon: OneDaemon, lakehouse: Lakehouse
 ) -> None:
@@ -135,55 +160,6 @@ def test_the_daemon_requests_the_downstream_of_what_it_published(
     wait_for(lambda: ticks() > before + 1)
     assert len(runs_of("report")) == 1
     assert runs_of("never") == []
-
-
-# -- a backfill ----------------------------------------------------------------------------------------
-
-
-def backfill(*arguments: str) -> Any:
-    result = CliRunner().invoke(main, ["backfill", *arguments, "-m", MODULE, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_a_change_of_the_code_goes_through_all_stages_unaided(
-    daemon: OneDaemon, lakehouse: Lakehouse
-) -> None:
-    """Its first stage runs, and the others follow by themselves."""
-    namespace = daemon.backfill
-
-    def sums() -> list[int]:
-        return sums_of(lakehouse, namespace)
-
-    assert sums() == [22, 22]
-    planned = backfill("plan", f"{namespace}/events")
-    assert [(one["asset"].split("/")[1], one["partitions"], one["by_itself"]) for one in planned] == [
-        ("events", [*DAYS], False),
-        ("daily", [*DAYS], True),
-        ("report", None, False),
-        ("total", None, True),
-    ]
-    number = backfill("run", f"{namespace}/events")["backfill"]
-    wait_for(lambda: sums() == [7 * 22, 7 * 22], seconds=300)
-    # The command reads the code location anew each time.
-    wait_for(lambda: all(one["told"] for one in backfill("status", number)), seconds=60, every_s=2.0)
-    wait_for(lambda: not any(one["running"] for one in backfill("status", number)), seconds=120, every_s=2.0)
-    runs = [
-        run
-        for run in daemon.instance.get_runs()
-        if any(key.path[0] == namespace for key in run.asset_selection or ())
-    ]
-    assert all(run.is_success for run in runs)
-    by_asset = {one.path[1]: 0 for run in runs for one in run.asset_selection or ()}
-    for run in runs:
-        for one in run.asset_selection or ():
-            by_asset[one.path[1]] += 1
-    assert by_asset.keys() == {"events", "daily", "total"}
-    assert (by_asset["events"], by_asset["daily"]) == (2, 2)
-    status = {one["asset"].split("/")[1]: one for one in backfill("status", number)}
-    assert (status["events"]["done"], status["daily"]["done"], status["total"]["done"]) == (2, 2, 1)
-    assert "launch it" in status["report"]["told"]
-    assert backfill("plan", f"{namespace}/events") == []
 
 
 # -- an ingestion --------------------------------------------------------------------------------------
@@ -304,6 +280,40 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
     assert not [
         beat for beat in HeartbeatStore.from_settings(lakehouse.settings).all() if beat.run_id in mine
     ]
+
+
+# -- the end of the backfill ---------------------------------------------------------------------------
+
+
+def test_a_change_of_the_code_goes_through_all_stages_unaided(
+    daemon: OneDaemon, lakehouse: Lakehouse, backfill_number: str
+) -> None:
+    """Its first stage runs, and the others follow by themselves."""
+    namespace, number = daemon.backfill, backfill_number
+
+    def sums() -> list[int]:
+        return sums_of(lakehouse, namespace)
+
+    wait_for(lambda: sums() == [7 * 22, 7 * 22], seconds=300)
+    # The command reads the code location anew each time.
+    wait_for(lambda: all(one["told"] for one in backfill("status", number)), seconds=60, every_s=2.0)
+    wait_for(lambda: not any(one["running"] for one in backfill("status", number)), seconds=120, every_s=2.0)
+    runs = [
+        run
+        for run in daemon.instance.get_runs()
+        if any(key.path[0] == namespace for key in run.asset_selection or ())
+    ]
+    assert all(run.is_success for run in runs)
+    by_asset = {one.path[1]: 0 for run in runs for one in run.asset_selection or ()}
+    for run in runs:
+        for one in run.asset_selection or ():
+            by_asset[one.path[1]] += 1
+    assert by_asset.keys() == {"events", "daily", "total"}
+    assert (by_asset["events"], by_asset["daily"]) == (2, 2)
+    status = {one["asset"].split("/")[1]: one for one in backfill("status", number)}
+    assert (status["events"]["done"], status["daily"]["done"], status["total"]["done"]) == (2, 2, 1)
+    assert "launch it" in status["report"]["told"]
+    assert backfill("plan", f"{namespace}/events") == []
 
 
 # -- the end -------------------------------------------------------------------------------------------
