@@ -22,6 +22,7 @@ from branchlake_dagster.sda.gp.simulated import (
 )
 from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 from branchlake_dagster_tests.suite.raised import raising
+from branchlake_dagster_tests.suite.soak import soaking
 
 NAME = "CALSPHERE 1             "
 L1 = "1 00900U 64063C   26219.83494579  .00000367  00000+0  36362-3 0  9995"
@@ -255,7 +256,7 @@ ROW = st.fixed_dictionaries(
 
 @pytest.mark.long
 @seed(20261121)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if soaking() else 50, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=5, unique_by=lambda r: r["sat_no"]))
 def test_tle_text_round_trip(rows):
     fixed = {

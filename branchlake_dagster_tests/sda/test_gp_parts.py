@@ -18,6 +18,7 @@ from branchlake_dagster.sda.sources import GpFile
 from branchlake_dagster_tests.sda.test_gp import L1, L2, NAME, SNAPSHOTS, signed
 from branchlake_dagster_tests.sda.test_gp_records import DAMAGE, ENCODINGS, number, tle
 from branchlake_dagster_tests.suite.raised import raising
+from branchlake_dagster_tests.suite.soak import soaking
 
 LIMITS = ReadLimits()
 WHOLE = [
@@ -59,7 +60,7 @@ def test_parts_of_every_length_have_the_records_of_the_file(text):
 
 @pytest.mark.long
 @seed(SEED)
-@settings(max_examples=150)
+@settings(max_examples=150 if soaking() else 60)
 @given(st.sampled_from(WHOLE), st.lists(DAMAGE, min_size=1, max_size=4), st.integers(1, 900))
 def test_parts_of_damaged_files_have_the_records_of_the_file(text, damage, part_chars):
     for at, gone, put in damage:

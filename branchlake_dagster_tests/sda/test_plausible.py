@@ -43,11 +43,10 @@ def states(elements) -> Ephemeris:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step_s", [1.0, 30.0, 60.0, 300.0, 600.0])
-def test_true_states_of_all_kinds_of_orbit_are_sound(elements, step_s):
-    found = find_state_faults(
-        propagate_satellites(elements.to_satrec_array(), time_grid(START, START + 6 * HOUR, step_s)), elements
-    )
+@pytest.mark.parametrize(("step_s", "hours"), [(1.0, 1), (30.0, 6), (60.0, 6), (300.0, 6), (600.0, 6)])
+def test_true_states_of_all_kinds_of_orbit_are_sound(elements, step_s, hours):
+    instants = time_grid(START, START + hours * HOUR, step_s)
+    found = find_state_faults(propagate_satellites(elements.to_satrec_array(), instants), elements)
     assert found.plausible_states.all()
     assert np.abs(found.energy_ratio - 1).max() < 0.02
 

@@ -26,7 +26,7 @@ from branchlake_dagster.sda.sources import snapshot_time
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 from branchlake_dagster_tests.suite.soak import soaking
 
-OBJECT_STEP = 1 if soaking() else 4
+OBJECT_STEP = 1 if soaking() else 16
 """Real catalogs are thinned out to each n-th object."""
 
 BASE = simulated_elements(seed=2, objects=5, epoch=REFERENCE_EPOCH).with_columns(
@@ -157,7 +157,7 @@ PULLS = st.lists(
 
 @pytest.mark.long
 @seed(20261122)
-@settings(max_examples=60 if soaking() else 30)
+@settings(max_examples=60 if soaking() else 15)
 @given(PULLS, st.randoms(use_true_random=False), st.integers(1, 3))
 def test_any_order_any_repetition_and_any_grouping_gives_the_same(pulls, chance, together):
     made = [pull(f"{who}-{hours}", *rows) for who, hours, rows in pulls]
@@ -241,7 +241,7 @@ def test_a_decay_is_a_tombstone_that_no_older_record_raises():
 
 @pytest.mark.long
 @seed(20261122)
-@settings(max_examples=25)
+@settings(max_examples=25 if soaking() else 12)
 @given(
     PULLS,
     st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=3, unique_by=lambda t: t[0]),

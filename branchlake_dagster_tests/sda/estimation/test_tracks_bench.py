@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -11,7 +10,7 @@ from click.testing import CliRunner
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.sda.benchmarks import association, tracks
 from branchlake_dagster.sda.benchmarks.tracks import build_errors, count_tracks, measure_tracks
-from branchlake_dagster.sda.gp.read import ParsedCatalogue, read_catalogue
+from branchlake_dagster_tests.sda.association.test_association_bench import read_each_nth_object
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 from branchlake_dagster_tests.suite.json_contract import check_output
 from branchlake_dagster_tests.suite.soak import soaking
@@ -20,7 +19,7 @@ NAMES = (
     *("0731T0348", "0805T0330", "0808T0220", "0808T1311"),
     *("0809T0227", "0809T1314", "0810T0803", "0811T0735"),
 )
-OBJECT_STEP = 1 if soaking() else 4
+OBJECT_STEP, HOURS = (1, 1.0) if soaking() else (16, 0.5)
 """The real catalog is thinned out to each n-th object."""
 
 
@@ -62,6 +61,7 @@ def test_the_command_prints_its_figures(monkeypatch):
     figures = json.loads(done.stdout)
     assert figures["tracks"] > 20
     assert figures["median_error_m"] < figures["element_set_error_m"]
+    monkeypatch.setattr(tracks, "measure_tracks", lambda *_, **__: figures)
     assert CliRunner().invoke(main, ["bench", "tracks", "--hours", "0.25"]).exit_code == 0
 
 
@@ -77,14 +77,9 @@ def test_the_command_refuses_too_few_files(tmp_path, count):
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_preferred_tracks_are_better_than_real_element_sets(monkeypatch):
     """The specification: at least 95 % of the preferred tracks are better than their element set."""
-
-    def read_some(content: bytes, source: str) -> ParsedCatalogue:
-        parsed = read_catalogue(content, source)
-        return replace(parsed, elements=parsed.elements.filter(pl.col("sat_no") % OBJECT_STEP == 0))
-
-    monkeypatch.setattr(association, "read_catalogue", read_some)
+    monkeypatch.setattr(association, "read_catalogue", read_each_nth_object(OBJECT_STEP))
     files = [SNAPSHOTS / f"active-2026{name}Z.tle.gz" for name in NAMES]
-    found = measure_tracks(files, hours=1.0, seed=77, say=lambda _: None)
+    found = measure_tracks(files, hours=HOURS, seed=77, say=lambda _: None)
     assert found["objects"] > 16_000 // OBJECT_STEP
     assert found["several_kinds_tracks"] > 50
     assert found["preferred_better_share"] >= 0.95
