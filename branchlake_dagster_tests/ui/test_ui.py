@@ -48,6 +48,7 @@ def readers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`my_lake.py` as docs/getting-started.md has it, but for the namespace: the lake outlives a session."""
     path = tmp_path_factory.mktemp("reader") / "my_lake.py"
     path.write_text(files(GETTING_STARTED)["my_lake.py"].replace('"shop"', f'"{SHOP}"'))
+    write_wrong_days(path, {"2026-11-02": -0.1})
     return path
 
 
@@ -201,10 +202,15 @@ def open_run(page: Page, url: str, run: str) -> None:
     page.get_by_text(run, exact=True).first.click()
 
 
-def write_wrong_days(page: Page, url: str, readers_file: Path, wrong_days: dict[str, float]) -> None:
-    """Change the reader's file and reload its code location."""
+def write_wrong_days(readers_file: Path, wrong_days: dict[str, float]) -> None:
+    """Change the reader's file."""
     before = readers_file.read_text()
     readers_file.write_text(re.sub("(?m)^(WRONG_DAYS.*) = .*$", rf"\1 = {wrong_days}", before))
+    assert str(wrong_days) in readers_file.read_text()
+
+
+def reload_code(page: Page, url: str) -> None:
+    """Reload the code location, which makes the reader's changed file count."""
     page.goto(f"{url}/deployment/locations")
     page.get_by_text("Reload", exact=True).first.click()
     expect(page.get_by_text("Code location reloaded").first).to_be_visible()
@@ -215,6 +221,15 @@ def prices_by_day(lakehouse: Lakehouse) -> dict[str, float]:
     rows = lakehouse.catalog().load_table((SHOP, "prices")).scan().to_arrow()
     lowest = rows.group_by("day").aggregate([("eur", "min")])
     return dict(sorted(zip(map(str, lowest["day"].to_pylist()), lowest["eur_min"].to_pylist(), strict=True)))
+
+
+def sensor_and_reaper_are_on(page: Page, url: str) -> None:
+    page.goto(f"{url}/automation")
+    expect(page.get_by_text("publication_sensor").first).to_be_visible()
+    expect(page.get_by_text("reap_branches_schedule").first).to_be_visible()
+    page.get_by_text("publication_sensor").first.click()
+    expect(page.get_by_text(re.compile("^nothing to publish$|^published [0-9]+")).first).to_be_visible()
+    picture(page, "sensor")
 
 
 def test_the_walk_of_getting_started(
@@ -239,7 +254,7 @@ def test_the_walk_of_getting_started(
     page.goto(commit)
     expect(page.get_by_text(re.compile(f"{SHOP}.prices")).first).to_be_visible()
 
-    write_wrong_days(page, url, readers_file, {"2026-11-02": -0.1})
+    # Its price has been wrong in the reader's file from the start.
     bad_run = launch_days(page, url, "2026-11-02").split()[-1]
     open_run(page, url, bad_run)
     error = (
@@ -260,7 +275,8 @@ def test_the_walk_of_getting_started(
     assert rows.stdout.splitlines()[1:] == ['"nut",-0.1']
 
     # The daemon begins a backfill within half a minute; the re-execution goes on meanwhile.
-    write_wrong_days(page, url, readers_file, {"2026-11-04": -0.1})
+    write_wrong_days(readers_file, {"2026-11-04": -0.1})
+    reload_code(page, url)
     launch_days(page, url, "[2026-11-03...2026-11-05]")
     open_run(page, url, bad_run)
     page.get_by_text(re.compile("^Re-execute all")).first.click()
@@ -269,6 +285,7 @@ def test_the_walk_of_getting_started(
     picture_of("3-corrected")
     assert prices_by_day(lakehouse)["2026-11-02"] == 0.1
 
+    sensor_and_reaper_are_on(page, url)
     await_text(page, partitions, r"^Failed \(1\)$")
     await_text(page, partitions, r"^Materialized \(4\)$")
     picture_of("4-backfill")
@@ -302,12 +319,3 @@ def test_blocked_partitions_are_launched_again_and_published(
     page.goto(f"{url}/asset-groups")
     expect(page.get_by_text("3 partitions").first).to_be_visible()
     picture(page, "graph")
-
-
-def test_the_sensor_and_the_reaper_are_on(page: Page, url: str) -> None:
-    page.goto(f"{url}/automation")
-    expect(page.get_by_text("publication_sensor").first).to_be_visible()
-    expect(page.get_by_text("reap_branches_schedule").first).to_be_visible()
-    page.get_by_text("publication_sensor").first.click()
-    expect(page.get_by_text(re.compile("^nothing to publish$|^published [0-9]+")).first).to_be_visible()
-    picture(page, "sensor")
