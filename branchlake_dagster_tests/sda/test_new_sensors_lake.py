@@ -267,9 +267,7 @@ def test_bytes_of_new_kinds_of_sensor_become_tracks_without_a_change_of_the_pack
             native = simulate(elements, kind="radar", start=START, end=END, seed=SEED, tasking=few)
             land(tmp_path, radar, encode_radar(native).to_pylist())
             publish(before, radar.raw_table, dead_letters(radar))
-            publish(before, OBSERVATIONS, partition=HOUR)
-            publish(before, ASSOCIATIONS, partition=HOUR)
-            publish(before, FUSED_TRACKS, partition=HOUR)
+            publish(before, OBSERVATIONS, ASSOCIATIONS, FUSED_TRACKS, partition=HOUR)
             assert "n_laser" not in table(before, FUSED_TRACKS).columns
         # The same lake with more kinds: existing tables get what is new.
         with code_location(empty_lake, tmp_path, instance, ALL_KINDS) as p:
@@ -278,18 +276,17 @@ def test_bytes_of_new_kinds_of_sensor_become_tracks_without_a_change_of_the_pack
             for name, kind in new.items():
                 assert len(sent[name][0]) > 30
                 land(tmp_path, kind, [*sent[name][0], b"damaged"])
-                publish(p, kind.raw_table, dead_letters(kind))
+            publish(p, *(key for kind in new.values() for key in (kind.raw_table, dead_letters(kind))))
+            for name, kind in new.items():
                 assert table(p, kind.raw_table).height == len(sent[name][0])
                 dead = table(p, dead_letters(kind))
                 assert dead["value"].to_list() == [b"damaged"]
-            publish(p, OBSERVATIONS, partition=HOUR)
+            publish(p, OBSERVATIONS, ASSOCIATIONS, FUSED_TRACKS, partition=HOUR)
             publish(p, REJECTED_OBSERVATIONS)
             observed = table(p, OBSERVATIONS)
             counts = dict(observed.group_by("source_kind").len().iter_rows())
             assert counts == {"radar": native.height, **{name: len(of[0]) for name, of in sent.items()}}
             assert table(p, REJECTED_OBSERVATIONS).height == 0
-            publish(p, ASSOCIATIONS, partition=HOUR)
-            publish(p, FUSED_TRACKS, partition=HOUR)
             associated, tracks = table(p, ASSOCIATIONS), table(p, FUSED_TRACKS)
         raw = {name: table(p, kind.raw_table).sort("topic_offset") for name, kind in new.items()}
 
