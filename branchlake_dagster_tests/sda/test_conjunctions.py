@@ -328,8 +328,7 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folde
     (gp_folder / "hard-body-radius-20260801.csv").write_text(f"ObjectID,HBR\n{tabled},3.25\n")
     objects = pl.DataFrame({"sat_no": [sized], "rcs_size": ["SMALL"], "rcs_m2": [0.0]}).to_arrow()
     lakehouse.catalog("main").create_table(tuple(OBJECTS.path), objects.schema).append(objects)
-    run(ELEMENT_HISTORY)
-    run(*TRUST)
+    run(ELEMENT_HISTORY, *TRUST)
 
     numbers = given["catalogue"]["sat_no"].to_list()
     # Two objects are somewhere else, and the snapshot is an hour younger.

@@ -133,6 +133,8 @@ def test_no_history_gives_a_model_without_curves_and_the_columns_of_the_contract
         assert in_order(types(contract)) == in_order(stored(told))
 
 
+# In `make test`, a made history shows that Spark's tables are those of the function, and test_trust.py has real history.
+@pytest.mark.soak
 @pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_the_tables_of_real_history_are_those_of_the_whole_history_at_once(spark_session, tmp_path):

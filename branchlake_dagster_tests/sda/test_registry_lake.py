@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import dagster as dg
 import polars as pl
@@ -27,12 +28,11 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.sda.test_registry import Registry
-from branchlake_dagster_tests.suite.soak import soaking
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 WRITERS = 10
-AT_ONCE = 4 if soaking() else 2
+AT_ONCE = 4
 """In processes of their own, each with its imports."""
 RULE = dg.AssetCheckKey(OBJECTS, "tracked_have_elements")
 NAMES = [f"{('18sds', 'esa', 'numerica')[n % 3]}-20260808T{n:02d}00Z" for n in range(WRITERS)]
@@ -56,6 +56,19 @@ def empty_lake(lakehouse):
 
 @pytest.fixture
 def stage(empty_lake, tmp_path):
+    """Without the lease, which lets only one of them work at a time: what is tested is what holds without it."""
+    with stage_of(empty_lake, tmp_path, {"branchlake/exclusive": None}) as made:
+        yield made
+
+
+@pytest.fixture
+def leased_stage(empty_lake, tmp_path):
+    with stage_of(empty_lake, tmp_path, {}) as made:
+        yield made
+
+
+@contextmanager
+def stage_of(empty_lake, tmp_path, metadata):
     for number, name in enumerate(NAMES):
         # Each pull has two thirds of the objects, on orbits and at epochs of its own.
         elements = simulated_elements(seed=number, objects=90, epoch=REFERENCE_EPOCH)
@@ -64,8 +77,7 @@ def stage(empty_lake, tmp_path):
     (tmp_path / f"{SATCAT}.csv").write_text("NORAD_CAT_ID,OWNER,DECAY_DATE\n7,US,2026-08-08\n8,UK,\n")
     # The other checks are of single tables, and have tests of their own.
     rule = [one for one in fusion_checks if RULE in one.check_keys]
-    # Without the lease, which lets only one of them work at a time: what is tested is what holds without it.
-    lax = {"branchlake/require_checks": False, "branchlake/exclusive": None}
+    lax = {"branchlake/require_checks": False, **metadata}
     assets = [
         one.map_asset_specs(lambda spec: spec.merge_attributes(metadata=lax))
         for one in (gp_ingest, registry, satellites)
@@ -154,6 +166,14 @@ def test_ten_writers_at_once_publish_what_one_after_the_other_would(stage):
     assert rule_holds(stage)
 
 
+def test_a_run_with_the_lease_works_on_what_the_one_before_has_published(leased_stage):
+    for name in NAMES[:2]:
+        assert leased_stage.settle(launch(leased_stage, name)).state is RunState.PUBLISHED
+    are_published_with_the_lease(leased_stage, NAMES[:2])
+
+
+# In `make test`, the test above has the same runs after each other, and runs/test_leases.py those that wait for a lease.
+@pytest.mark.soak
 def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
     """Launched together, they work one after the other, each on what the one before has published."""
     home = tmp_path / "home"
@@ -168,6 +188,10 @@ def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
     writer = "branchlake_dagster_tests.sda.registry_writer"
     writers = [subprocess.Popen([sys.executable, "-m", writer, name]) for name in names]
     assert [one.wait(300) for one in writers] == [0] * AT_ONCE
+    are_published_with_the_lease(stage, names)
+
+
+def are_published_with_the_lease(stage: Project, names: list[str]) -> None:
     assert rule_holds(stage)
     is_as_one_after_the_other(stage, names)
     tokens = [
@@ -175,11 +199,11 @@ def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
         for entry in stage.lake.nessie.log(MAIN, limit=100)
         if "branchlake.publication_id" in entry.commit.properties
         and LakeProperty.FENCING_TOKEN in entry.commit.properties
-    ][:AT_ONCE]
+    ][: len(names)]
     first = int(tokens[-1].removeprefix("registry="))
-    assert tokens == [f"registry={first + number}" for number in reversed(range(AT_ONCE))]
+    assert tokens == [f"registry={first + number}" for number in reversed(range(len(names)))]
     audit = stage.lake.catalog(MAIN).load_table(("sda", "catalog_merge_audit"))
-    for snapshot in audit.metadata.snapshots[-AT_ONCE:]:
+    for snapshot in audit.metadata.snapshots[-len(names) :]:
         # Undo compares later writes by the record of the replaced rows.
         assert snapshot.summary[LakeProperty.WRITE_MODE] == "replace_partitions"
         assert snapshot.summary[LakeProperty.PARTITION] in names

@@ -86,10 +86,10 @@ def assert_same(found: Encounters, expected: Encounters) -> None:
 
 @pytest.mark.long
 def test_finds_what_brute_force_finds(elements):
-    found = screen(elements, minutes(30), threshold_km=30.0)
+    found = screen(elements, minutes(15), threshold_km=30.0)
     together = {row[:2] for row in of_kind(found, Kind.TOGETHER)}
     assert together >= {(0, 350), (1, 351), (2, 352), (3, 353)}
-    expected = [one for one in brute_force(elements, 1800, 30.0) if one[:2] not in together]
+    expected = [one for one in brute_force(elements, 900, 30.0) if one[:2] not in together]
     assert len(expected) > 20
     rows = of_kind(found, Kind.ENCOUNTER)
     assert [r[:2] for r in rows] == [e[:2] for e in expected]
