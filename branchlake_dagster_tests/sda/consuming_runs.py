@@ -9,6 +9,7 @@ import dagster as dg
 from branchlake_dagster import LakehouseResource, incremental_sensor
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.sda.shuffled_bytes import BY_HOUR, EVERY_RISK, LARGE_OBJECTS, QUIET
@@ -20,11 +21,14 @@ _OPS = {**LARGE_OBJECTS, **EVERY_RISK}
 class ConsumingRuns:
     """The sensors of observations, tracks and alerts, with the graph's options but without their waits."""
 
-    def __init__(self, p: Project) -> None:
+    def __init__(self, p: Project, *, up_to_associations: bool = False) -> None:
         self._p = p
         self._cursors: dict[str, str | None] = {}
-        self._sensors = [
-            incremental_sensor("observations", target=[OBSERVATIONS, REJECTED_OBSERVATIONS]),
+        self._sensors = [incremental_sensor("observations", target=[OBSERVATIONS, REJECTED_OBSERVATIONS])]
+        if up_to_associations:
+            self._sensors.append(incremental_sensor("associations", target=[ASSOCIATIONS]))
+            return
+        self._sensors += [
             incremental_sensor("tracks", target=BY_HOUR, with_downstream=True),
             incremental_sensor("alerts", target=[CONJUNCTION_ALERTS]),
         ]
