@@ -118,43 +118,26 @@ class Log:
         return made
 
     def holding(self) -> pl.DataFrame:
-        """The alerts whose last entry is an insert."""
-        last = self.entries.sort("alert_id", "sequence", "kind").group_by("alert_id", maintain_order=True)
-        return last.last().filter(pl.col("kind") == INSERT)
+        return holding_of(self.entries)
+
+
+def holding_of(entries: pl.DataFrame) -> pl.DataFrame:
+    """The alerts whose last entry is an insert."""
+    last = entries.sort("alert_id", "sequence", "kind").group_by("alert_id", maintain_order=True)
+    return last.last().filter(pl.col("kind") == INSERT)
 
 
 def kinds(entries: pl.DataFrame) -> list[tuple[int, str, str]]:
     return entries.select("sequence", "kind", "reason").rows()
 
 
-def test_an_alert_is_inserted_corrected_canceled_and_expected_again(session):
-    log = Log(session)
-    first = log.change([risk(5, 9, 10.0)])
-    assert kinds(first) == [(0, INSERT, NEW)]
-    number = int(HOUR.timestamp() + 600) // 600
-    assert first["alert_id"].to_list() == [str(uuid.uuid5(ALERT_NAMESPACE, f"5|9|{number}"))]
-    corrected = log.change([risk(5, 9, 10.01, 0.7)])
-    assert kinds(corrected) == [(0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
-    retract, insert = corrected.rows(named=True)
-    assert [retract[name] for name in ALERT_FIELDS] == [
-        first.row(0, named=True)[name] for name in ALERT_FIELDS
-    ]
-    assert insert["miss_distance_km"] == 0.7
-    assert kinds(log.change([])) == [(1, RETRACT, CANCELED)]
-    assert kinds(log.change([risk(5, 9, 9.99)])) == [(2, INSERT, EXPECTED_AGAIN)]
-    assert log.entries["alert_id"].n_unique() == 1
-
-
-def test_a_risk_that_differs_only_below_the_rounding_is_no_correction(session):
-    log = Log(session)
-    log.change([risk(5, 9, 10.0, 0.5)])
-    same = risk(5, 9, 10.0, 0.501, relative_speed_km_s=11.123_4, collision_probability=2.31e-5)
-    assert log.change([same]).is_empty()
-
-
-def test_which_risks_are_reported_and_how_urgent_they_are(session):
-    log = Log(session)
-    log.change(
+HISTORIES: dict[str, list[list[Row]]] = {
+    "one approach": [[risk(5, 9, 10.0)], [risk(5, 9, 10.01, 0.7)], [], [risk(5, 9, 9.99)]],
+    "below the rounding": [
+        [risk(5, 9, 10.0, 0.5)],
+        [risk(5, 9, 10.0, 0.501, relative_speed_km_s=11.123_4, collision_probability=2.31e-5)],
+    ],
+    "all kinds": [
         [
             risk(1, 2, 1, collision_probability=1e-4),
             risk(1, 3, 1, collision_probability=9.9e-5),
@@ -171,36 +154,14 @@ def test_which_risks_are_reported_and_how_urgent_they_are(session):
             risk(1, 7, 1, 1.1, collision_probability=None, no_probability_because=NO_MODEL),
             risk(1, 8, 1, 0.1, collision_probability=None, no_probability_because=TOO_SLOW),
         ]
-    )
-    assert dict(log.entries.select("sat2_object_designator", "priority").rows()) == {
-        2: HIGH,
-        3: MEDIUM,
-        6: LOW,
-    }
-
-
-def test_two_approaches_of_a_pair_have_alerts_of_their_own(session):
-    log = Log(session)
-    assert log.change([risk(5, 9, 4.0), risk(5, 9, 51.0)])["alert_id"].n_unique() == 2
-    moved = log.change([risk(5, 9, 4.0), risk(5, 9, 50.9, 0.4)])
-    assert kinds(moved) == [(0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
-    assert log.holding()["miss_distance_km"].sort().to_list() == [0.4, 0.5]
-
-
-def test_an_alert_keeps_its_id_over_the_end_of_an_hour_and_of_its_ten_minutes(session):
-    log = Log(session)
-    (first,) = log.change([risk(5, 9, 59.999)])["alert_id"]
-    moved = log.change([risk(5, 9, 60.001)])
-    assert moved["alert_id"].unique().to_list() == [first]
-    assert moved["window_start"].to_list() == [HOUR, HOUR + timedelta(hours=1)]
+    ],
+    "two approaches": [
+        [risk(5, 9, 4.0), risk(5, 9, 51.0)],
+        [risk(5, 9, 4.0), risk(5, 9, 50.9, 0.4)],
+    ],
     # First the removal is published, then, by the run of another hour, the risk.
-    log.change([])
-    assert log.change([risk(5, 9, 59.99)])["alert_id"].to_list() == [first]
-
-
-def test_two_risks_within_ten_minutes_are_one_alert_of_the_most_severe(session):
-    log = Log(session)
-    made = log.change(
+    "end of the hour": [[risk(5, 9, 59.999)], [risk(5, 9, 60.001)], [], [risk(5, 9, 59.99)]],
+    "within ten minutes": [
         [
             risk(5, 9, 2.0, 0.8),
             risk(5, 9, 6.0, 0.3),
@@ -209,12 +170,83 @@ def test_two_risks_within_ten_minutes_are_one_alert_of_the_most_severe(session):
             risk(7, 9, 2.0, 0.9, collision_probability=2e-5),
             risk(7, 9, 6.0, 0.1, collision_probability=None, no_probability_because="no error model"),
         ]
-    ).sort("sat1_object_designator", "sat2_object_designator")
+    ],
+    "another pair": [
+        [risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3)],
+        [risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3), risk(5, 8, 6.0)],
+    ],
+}
+"""Successive risks. Each history has objects of its own in the one log of `told`, so that Spark computes them together."""
+OBJECTS = [f"sat{k}_object_designator" for k in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def told(session: SparkSession) -> dict[str, list[pl.DataFrame]]:
+    """The entries of each history after each of its steps, with its own numbers of objects."""
+    log, found = Log(session), {name: [] for name in HISTORIES}
+    for step in range(max(map(len, HISTORIES.values()))):
+        risks: list[Row] = []
+        for number, history in enumerate(HISTORIES.values()):
+            now = history[min(step, len(history) - 1)]
+            risks += [one | {name: one[name] + 100 * number for name in OBJECTS} for one in now]
+        made = log.change(risks)
+        for number, (name, history) in enumerate(HISTORIES.items()):
+            mine = made.filter(pl.col(OBJECTS[0]) // 100 == number)
+            if step < len(history):
+                found[name].append(mine.with_columns(pl.col(OBJECTS) % 100))
+            else:
+                assert mine.is_empty(), "nothing has changed"
+    return found
+
+
+def test_an_alert_is_inserted_corrected_canceled_and_expected_again(told):
+    first, corrected, canceled, again = told["one approach"]
+    assert kinds(first) == [(0, INSERT, NEW)]
+    number = int(HOUR.timestamp() + 600) // 600
+    assert first["alert_id"].to_list() == [str(uuid.uuid5(ALERT_NAMESPACE, f"5|9|{number}"))]
+    assert kinds(corrected) == [(0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
+    retract, insert = corrected.rows(named=True)
+    assert [retract[name] for name in ALERT_FIELDS] == [
+        first.row(0, named=True)[name] for name in ALERT_FIELDS
+    ]
+    assert insert["miss_distance_km"] == 0.7
+    assert kinds(canceled) == [(1, RETRACT, CANCELED)]
+    assert kinds(again) == [(2, INSERT, EXPECTED_AGAIN)]
+    assert pl.concat(told["one approach"])["alert_id"].n_unique() == 1
+
+
+def test_a_risk_that_differs_only_below_the_rounding_is_no_correction(told):
+    first, same = told["below the rounding"]
+    assert kinds(first) == [(0, INSERT, NEW)]
+    assert same.is_empty()
+
+
+def test_which_risks_are_reported_and_how_urgent_they_are(told):
+    (entries,) = told["all kinds"]
+    assert dict(entries.select("sat2_object_designator", "priority").rows()) == {2: HIGH, 3: MEDIUM, 6: LOW}
+
+
+def test_two_approaches_of_a_pair_have_alerts_of_their_own(told):
+    first, moved = told["two approaches"]
+    assert first["alert_id"].n_unique() == 2
+    assert kinds(moved) == [(0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
+    holding = holding_of(pl.concat(told["two approaches"]))
+    assert holding["miss_distance_km"].sort().to_list() == [0.4, 0.5]
+
+
+def test_an_alert_keeps_its_id_over_the_end_of_an_hour_and_of_its_ten_minutes(told):
+    first, moved, _, again = told["end of the hour"]
+    assert moved["alert_id"].unique().to_list() == first["alert_id"].to_list()
+    assert moved["window_start"].to_list() == [HOUR, HOUR + timedelta(hours=1)]
+    assert again["alert_id"].to_list() == first["alert_id"].to_list()
+
+
+def test_two_risks_within_ten_minutes_are_one_alert_of_the_most_severe(told):
+    (made,) = told["within ten minutes"]
+    made = made.sort(OBJECTS)
     assert made["miss_distance_km"].to_list() == [0.3, 0.31, 0.9]
     assert made["priority"].to_list() == ["medium", "high", "medium"]
-    log = Log(session)
-    log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3)])
-    assert log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3), risk(5, 8, 6.0)]).height == 1
+    assert [one.height for one in told["another pair"]] == [1, 1]
 
 
 def test_an_alert_holds_while_another_hour_has_a_risk_of_the_same_approach(session):
