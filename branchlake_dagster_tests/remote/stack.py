@@ -131,9 +131,10 @@ def running(programs: Path, folder: Path, state_dir: Path) -> Iterator[Stack]:
         )
         found = Stack(made.environment("code"), {}, folder / "logs")
 
-        def start(
+        def begin(
             name: str, port: int, *, service: str = "", flags: tuple[str, ...] = (), **more: str
-        ) -> None:
+        ) -> Callable[[], None]:
+            """Start a service; what is returned waits until it answers."""
             command = made.command(service or name)
             log = found.logs / f"{name}.log"
             environment = {**made.environment(service or name), **_spark(folder), **more}
@@ -141,20 +142,26 @@ def running(programs: Path, folder: Path, state_dir: Path) -> Iterator[Stack]:
             record = process.launch_server(name, command, log=log, environment=environment, port=port)
             found.records[name] = record
             stack.callback(process.stop_process, record)
-            process.wait_until(lambda: is_listening(port), record, log=log, timeout_s=120)
+            return lambda: process.wait_until(lambda: is_listening(port), record, log=log, timeout_s=120)
 
         def start_worker(work: Path) -> None:
             port = choose_port(0, setting="tests")
             flags = ("--host", LOOPBACK, "--port", str(port))
-            start(work.name, port, service="spark-worker", flags=flags, SPARK_WORKER_DIR=str(work))
+            begin(work.name, port, service="spark-worker", flags=flags, SPARK_WORKER_DIR=str(work))()
 
         found.start_worker = start_worker
         # Options given twice count the second time.
-        start("nessie", ports["nessie"], QUARKUS_HTTP_PORT=str(ports["nessie"]))
         master = ("--host", LOOPBACK, "--port", str(ports["master"]), "--webui-port", "0")
-        start("spark-master", ports["master"], flags=master)
-        start("spark-worker", ports["worker"], flags=("--host", LOOPBACK, "--port", str(ports["worker"])))
-        start("spark-connect", ports["connect"])
+        worker = ("--host", LOOPBACK, "--port", str(ports["worker"]))
+        # Together what does not depend on each other.
+        nessie = begin("nessie", ports["nessie"], QUARKUS_HTTP_PORT=str(ports["nessie"]))
+        begin("spark-master", ports["master"], flags=master)()
+        for wait in (
+            begin("spark-worker", ports["worker"], flags=worker),
+            begin("spark-connect", ports["connect"]),
+            nessie,
+        ):
+            wait()
         yield found
 
 
