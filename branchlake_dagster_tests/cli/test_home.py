@@ -39,10 +39,10 @@ def test_the_databases_of_a_fresh_home_are_made_once_however_many_begin_with_it(
     """Dagster makes them when they are first used, and several processes at once leave two versions in one."""
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path))
-    begun = [subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE) for _ in range(3)]
+    begun = [subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE) for _ in range(2)]
     told = [one.communicate(timeout=240)[0].decode().strip() for one in begun]
     home = tmp_path / "dagster"
-    assert told == [str(home)] * 3
+    assert told == [str(home)] * 2
     found = heads(home)
     assert {*found} == {"runs.db", "index.db", "schedules.db"}
     assert [len(one) for one in found.values()] == [1, 1, 1]

@@ -27,6 +27,7 @@ from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.sda.benchmarks.receiving import measure
 from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster_tests.receivers.harness import landed
+from branchlake_dagster_tests.suite import soak
 from branchlake_dagster_tests.suite.json_contract import check_output
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -109,7 +110,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
     """No gap and no double in the offsets, whole files only, and what lies in them stays."""
     options = ("--isl", ANYWHERE, "--landing", str(tmp_path), "--roll-s", "0.02")
     sent, seen = 0, 0
-    for _ in range(4):
+    for _ in range(4 if soak.soaking() else 2):
         with receiving(*options) as running:
             before = landed(tmp_path, "sda.isl").num_rows if seen else 0
             assert before >= seen, "what was durable is there"
@@ -154,9 +155,9 @@ def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
             *(*COMMAND, "simulate", "--optical", f"127.0.0.1:{port}", "--rate", "optical=800"),
             *(
                 "--seconds",
-                "6",
+                "3",
                 "--objects",
-                "1000",
+                "200",
                 "--start",
                 "2026-08-08T00:00",
                 "--stragglers",
@@ -178,13 +179,13 @@ def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
     )
     try:
         landing = Landing(tmp_path)
-        for most in (1, 1_000, 2_500):
+        for most in (1, 1_000):
             with receiving(*options) as running:
                 while "sda.optical" not in landing.topics() or landing.offsets("sda.optical", 0)[1] < most:
                     time.sleep(0.005)
                 running.process.kill()
         with receiving(*options) as running:
-            while landing.offsets("sda.optical", 0)[1] < 4_800:
+            while landing.offsets("sda.optical", 0)[1] < 2_400:
                 time.sleep(0.01)
             running.end()
     finally:
@@ -193,8 +194,8 @@ def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
     check_output(["sda", "simulate", "--json"], out)
     tally = json.loads(out)["kinds"]["optical"]
     values = landed(tmp_path, "sda.optical")["value"].to_pylist()
-    assert tally["measured"] == 4_800
-    assert len(values) == len(set(values)) == 4_800
+    assert tally["measured"] == 2_400
+    assert len(values) == len(set(values)) == 2_400
 
 
 @pytest.mark.chaos
@@ -204,14 +205,14 @@ def test_into_kafka_and_on_from_there(kafka: str) -> None:
     simulator = subprocess.Popen(
         [
             *(*COMMAND, "simulate", "--optical", f"127.0.0.1:{port}", "--rate", "optical=300"),
-            *("--seconds", "6", "--objects", "1000", "--start", "2026-08-08T00:00", "--stragglers", "0"),
+            *("--seconds", "3", "--objects", "200", "--start", "2026-08-08T00:00", "--stragglers", "0"),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     options = ("--optical", f"http://127.0.0.1:{port}/observations", "--isl", ANYWHERE, "--kafka", kafka)
     try:
-        for most in (1, 1_800):
+        for most in (1, 900):
             with (
                 receiving(*options) as running,
                 socket.create_connection(running.address("sda.isl")) as stream,
@@ -226,7 +227,7 @@ def test_into_kafka_and_on_from_there(kafka: str) -> None:
         simulator.terminate()
         simulator.wait(timeout=60)
     values = consumed(kafka, "sda.optical")
-    assert len(values) == len(set(values)) == 1_800
+    assert len(values) == len(set(values)) == 900
 
 
 def consumed(kafka: str, topic: str) -> list[bytes]:

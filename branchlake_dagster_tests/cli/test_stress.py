@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_demo_at_once(lakehouse: Lakehouse, tmp_path: Path) -> N
         for line in running.stderr:
             if line.startswith("[1/"):
                 break
-        time.sleep(3.0)
+        time.sleep(1.0)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: the helpers too
         told = running.stderr.read()
         assert running.wait(120) == 130

@@ -30,6 +30,7 @@ from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
+from branchlake_dagster_tests.suite.lakes import copy_jar_lists
 
 LIMIT = 20_000
 CHATTY = "i=0; while :; do i=$((i+1)); echo line $i of a server that says much; done"
@@ -144,7 +145,10 @@ def test_only_one_of_several_processes_rotates(tmp_path: Path) -> None:
 
 
 @pytest.mark.nessie
-def test_nessie_goes_on_in_its_rotated_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nessie_goes_on_in_its_rotated_log(
+    tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_jar_lists(state_dir, tmp_path)
     servers = Lakehouse(Settings(state_dir=tmp_path, session_kind="classic")).servers
     log = servers.log_path(NESSIE)
     try:

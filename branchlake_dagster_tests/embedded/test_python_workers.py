@@ -85,10 +85,11 @@ class Server:
             one.wait(30)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for the module: to import what its warm process imports takes seconds."""
     # The path of a socket may have a hundred characters; a state folder's may be longer.
-    folder = tmp_path / ("deep" * 30)
+    folder = tmp_path_factory.mktemp("workers") / ("deep" * 30)
     folder.mkdir()
     made = Server(folder)
     try:
@@ -132,7 +133,7 @@ def test_a_daemon_has_its_own_environment_and_folder(server: Server) -> None:
     _, port = server.daemon(OF_THE_SECOND="yes")
     forked = psutil.Process(server.worker(port)).parent()
     assert forked is not None
-    assert Path(forked.cwd()).name == "session-1"
+    assert Path(forked.cwd()).name == f"session-{len(server.daemons) - 1}"
 
 
 @pytest.mark.long

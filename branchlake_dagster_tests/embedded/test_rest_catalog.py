@@ -17,6 +17,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse, nessie_page_url, r
 from branchlake_dagster.query import connect
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.lakes import copy_jar_lists
 
 SECRET = "t0psecret"
 
@@ -57,7 +58,7 @@ def test_without_keys_nessie_asks_the_default_chain(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def s3_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
+def s3_lake(state_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -66,7 +67,9 @@ def s3_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     store = boto3.client("s3", endpoint_url=endpoint, **keys)
     store.create_bucket(Bucket="lake")
     store.close()
-    lake = Lakehouse(s3_settings(tmp_path_factory.mktemp("s3") / "state", endpoint))
+    folder = tmp_path_factory.mktemp("s3")
+    copy_jar_lists(state_dir, folder)
+    lake = Lakehouse(s3_settings(folder, endpoint))
     try:
         ensure_main_has_commit(lake.nessie)
         catalog = lake.catalog()

@@ -42,6 +42,7 @@ from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.lakes import copy_jar_lists
 from branchlake_dagster_tests.suite.raised import raising
 
 # -- other accounts of the machine ---------------------------------------------------------------------
@@ -366,9 +367,10 @@ print(Lakehouse(Settings()).endpoints().nessie_uri)
 
 
 @pytest.fixture(scope="module")
-def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_folder(state_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A state folder for Nessie only, with its servers stopped afterwards."""
     folder = tmp_path_factory.mktemp("own")
+    copy_jar_lists(state_dir, folder)
     yield folder
     EmbeddedServers(Settings(state_dir=folder)).stop_all()
 

@@ -20,6 +20,7 @@ from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.conftest import LAKES
+from branchlake_dagster_tests.suite.lakes import copy_jar_lists
 
 
 def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
@@ -49,9 +50,11 @@ def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
     assert set(json.loads(path.read_text())) == {"token", "public_key"}
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
-    lake = Lakehouse(Settings(state_dir=tmp_path / "state", guard_nessie=True))
+@pytest.fixture(scope="module")
+def guarded(state_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
+    folder = tmp_path_factory.mktemp("guarded")
+    copy_jar_lists(state_dir, folder)
+    lake = Lakehouse(Settings(state_dir=folder, guard_nessie=True))
     try:
         ensure_main_has_commit(lake.nessie)
         yield lake

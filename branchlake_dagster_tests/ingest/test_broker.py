@@ -190,7 +190,7 @@ def test_nobody_without_the_password_uses_a_broker_after_its_upgrade(
     # … and for nobody else.
     stranger = AdminClient({"bootstrap.servers": cluster.bootstrap, "log_level": 0})
     with pytest.raises(KafkaException):
-        stranger.list_topics(timeout=5)
+        stranger.list_topics(timeout=2)
     wrong = KafkaCluster(cluster.bootstrap, cluster.security, cluster.mechanism, cluster.username, "wrong")
     with pytest.raises(KafkaRefused):
         KafkaTopics(wrong).describe(["t.radar"])
@@ -198,7 +198,7 @@ def test_nobody_without_the_password_uses_a_broker_after_its_upgrade(
     # The commands know the password by the state folder.
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(home))
     rates = [word for kind in ("radar=20", "optical=0", "isl=0") for word in ("--rate", kind)]
-    options = [*rates, "--seconds", "2", "--objects", "100", "--json"]
+    options = [*rates, "--seconds", "1", "--objects", "100", "--json"]
     done = CliRunner().invoke(main, ["simulate", "--kafka", cluster.bootstrap, "--topics", "t.", *options])
     assert done.exit_code == 0, done.output
     sent = json.loads(done.stdout)["kinds"]["radar"]["sent"]

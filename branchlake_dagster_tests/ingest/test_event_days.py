@@ -183,6 +183,7 @@ def test_days_of_published_batches_are_reported_once(days: Days) -> None:
     assert reported == {"2026-11-02", "2026-11-05", "2026-11-06"}
 
 
+@pytest.mark.soak  # test_days_of_published_batches_are_reported_once looks before its first publication too
 @pytest.mark.spark
 def test_a_batch_that_is_not_published_reports_no_day(days: Days) -> None:
     days.batch("2026-11-02T10:00:00Z")

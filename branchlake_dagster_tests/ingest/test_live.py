@@ -189,9 +189,12 @@ def test_of_two_batches_for_the_same_offsets_one_is_published(
 ) -> None:
     topic = kafka.topic()
     ingest = two_tables(topic)
-    kafka.send(topic, [record(1), record(2, "b")])
+    kafka.send(topic, [record(1), record(2, "b"), Message(b"no")])
     with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
-        other.publish_next_batch()
+        paused.between = lambda _: other.publish_next_batch()  # both make the tables
+        with pytest.raises(Superseded):
+            paused.publish_next_batch()
+        assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
         kafka.send(topic, [record(3, "b")])
 
         def meanwhile(_: BatchResult) -> None:
@@ -292,20 +295,6 @@ def test_too_many_dead_letters_block_the_batch(
     assert not lakehouse.catalog("main").table_exists((ingest.name, "a"))
 
 
-def test_of_two_first_batches_one_is_published(
-    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
-) -> None:
-    """Both make the tables."""
-    topic = kafka.topic()
-    ingest = two_tables(topic)
-    kafka.send(topic, [record(1), record(2, "b"), Message(b"no")])
-    with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
-        paused.between = lambda _: other.publish_next_batch()
-        with pytest.raises(Superseded):
-            paused.publish_next_batch()
-    assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
-
-
 def test_a_table_that_is_rolled_back_meanwhile_is_filled_again(
     lakehouse: Lakehouse, spark_session: Any, kafka: Broker
 ) -> None:
@@ -330,6 +319,7 @@ def test_a_table_that_is_rolled_back_meanwhile_is_filled_again(
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2, 3], [1, 2, 3])
 
 
+@pytest.mark.soak  # test_batches.py: test_a_table_that_is_rolled_back_is_filled_again_alone
 def test_a_table_is_filled_again_alone_and_no_dead_letter_comes_twice(
     lakehouse: Lakehouse, spark_session: Any, kafka: Broker
 ) -> None:

@@ -33,6 +33,7 @@ from branchlake_dagster.ingest.progress import (
     require_single_ingestion,
 )
 from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster_tests.suite import soak
 from branchlake_dagster_tests.suite.raised import raising
 
 NAME = "orders"
@@ -283,7 +284,7 @@ _STEPS = _STEP.flatmap(lambda name: st.tuples(st.just(name), _ARGUMENTS[name]))
 
 
 @pytest.mark.long
-@settings(max_examples=300)
+@settings(max_examples=300 if soak.soaking() else 100)
 @given(st.lists(_STEPS, min_size=12, max_size=30), st.integers(1, 6), st.sampled_from([0, 3]))
 def test_any_history_leaves_each_record_in_its_tables_once(
     steps: list[tuple[str, tuple[Any, ...]]], most: int, skipped: int

@@ -47,11 +47,7 @@ class Lakes:
     def prepare(self) -> Path:
         """`own`, knowing where the jars are if anybody does, which saves a JVM."""
         for known in (self.shared, Settings().state_dir):
-            if (known / BROKER_JARS).is_dir() and not (self.own / BROKER_JARS).exists():
-                shutil.copytree(known / BROKER_JARS, self.own / BROKER_JARS)
-            if (known / _LISTING).is_file() and not (self.own / _LISTING).exists():
-                (self.own / _LISTING).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(known / _LISTING, self.own / _LISTING)
+            copy_jar_lists(known, self.own)
         return self.own
 
     def join_spark(self) -> None:
@@ -101,6 +97,15 @@ class Lakes:
             Lakes(self.shared, folder.name).leave()
         _down(self.shared)
         EmbeddedKafka(Settings(state_dir=self.shared)).down()
+
+
+def copy_jar_lists(known: Path, folder: Path) -> None:
+    """Let servers of the state folder `folder` find the jars that those of `known` have found, which saves a JVM each."""
+    if (known / BROKER_JARS).is_dir() and not (folder / BROKER_JARS).exists():
+        shutil.copytree(known / BROKER_JARS, folder / BROKER_JARS)
+    if (known / _LISTING).is_file() and not (folder / _LISTING).exists():
+        (folder / _LISTING).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(known / _LISTING, folder / _LISTING)
 
 
 def _down(folder: Path) -> None:

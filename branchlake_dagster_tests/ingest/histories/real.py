@@ -38,6 +38,7 @@ from branchlake_dagster_tests.ingest.histories.tokens import KINDS, PARTITIONS, 
 from branchlake_dagster_tests.ingest.histories.worker import work
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS
 from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.lakes import copy_jar_lists
 
 # Captured logs need processes beside each step, which would outlive a killed one.
 _CONFIGURATION = f"telemetry: {{enabled: false}}\n{COMPUTE_LOGS}\n"
@@ -58,9 +59,13 @@ ALL = (
 
 
 @contextmanager
-def stack(folder: Path) -> Iterator[tuple[Lakehouse, EmbeddedKafka, dict[str, str]]]:
-    """A lake, a broker and Dagster's home in a folder; all of it stops on leaving."""
+def stack(
+    folder: Path, known: Path | None = None
+) -> Iterator[tuple[Lakehouse, EmbeddedKafka, dict[str, str]]]:
+    """A lake, a broker and Dagster's home in a folder; all of it stops on leaving. `known` may have lists of the jars."""
     home = folder / "dagster"
+    if known is not None:
+        copy_jar_lists(known, folder / "state")
     home.mkdir(parents=True)
     (home / "dagster.yaml").write_text(_CONFIGURATION)
     environment = {

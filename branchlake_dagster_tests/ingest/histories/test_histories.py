@@ -18,7 +18,7 @@ from branchlake_dagster_tests.ingest.histories.play import History
 from branchlake_dagster_tests.suite.kafka import Broker
 
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_INGEST_SEED", "0"))
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_INGEST_HISTORIES", "2"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_INGEST_HISTORIES", "1"))
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 30 * HISTORIES)]
 

@@ -31,10 +31,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
     ],
 )
 def test_each_token_exists_once_after_kills_of_processes_and_servers(
-    tmp_path: Path, actions: tuple[str, ...]
+    tmp_path: Path, state_dir: Path, actions: tuple[str, ...]
 ) -> None:
     """One history of `python -m branchlake_dagster_tests.ingest.histories`, shorter than those."""
-    with stack(tmp_path) as (lake, broker, environment):
+    with stack(tmp_path, state_dir) as (lake, broker, environment):
         told: list[str] = []
         played = RealHistory(lake, broker, environment, SEED, say=told.append).play(actions)
     assert not played.problems, f"{played}\n{told}"
