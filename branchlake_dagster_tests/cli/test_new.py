@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from pathlib import Path
 
@@ -104,14 +105,32 @@ def test_the_templates_project_loads_and_has_the_machinery(project: Path) -> Non
     assert keys(told, "resources") == {"io_manager", "lakehouse", "spark"}
 
 
-def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
+@pytest.fixture
+def mistaken(project: Path) -> Iterator[Path]:
+    """The project with an asset that must not be loaded."""
     asset = project / "src" / "my_shop" / "defs" / "prices.py"
     right = asset.read_text()
     asset.write_text(right.replace('table_metadata(partition_by="day") | ', ""))
+    yield project
+    asset.write_text(right)
+
+
+def test_a_mistake_in_an_asset_is_reported_by_name(mistaken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mistaken / "src")
+    # Written within the second in which the right one may have been compiled.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     try:
-        told = dg_says(project, "check", "defs", expect=1)
+        with raising(ConfigurationError) as caught:
+            importlib.import_module("my_shop.definitions").defs()
     finally:
-        asset.write_text(right)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_shop"]:
+            del sys.modules[name]
+    assert "- shop/prices: A partitioned asset that replaces its whole table" in str(caught.value)
+
+
+@pytest.mark.soak  # the test above, in a process of dg
+def test_a_mistake_in_an_asset_fails_the_check_by_name(mistaken: Path) -> None:
+    told = dg_says(mistaken, "check", "defs", expect=1)
     assert "- shop/prices: A partitioned asset that replaces its whole table" in told
 
 
