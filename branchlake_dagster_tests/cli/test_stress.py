@@ -248,7 +248,7 @@ class Connection(sqlite3.Connection):
         if sys.argv[1] == "unblocked":  # as a library may do in a thread of its own
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
+        time.sleep(1)
 
 engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.NullPool, connect_args={"factory": Connection})
 with interrupts_for_us_alone():

@@ -18,8 +18,8 @@ from branchlake_dagster.ingest.batch_context import (
     load_ingestion_tables,
     plan_next_batch,
 )
-from branchlake_dagster.ingest.batch_tables import Identifier
-from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.batch_tables import Identifier, table_identifiers
+from branchlake_dagster.ingest.declaration import Ingest, expand_families
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.record_frames import KafkaRecords, Records
@@ -52,8 +52,9 @@ class Driver:
 
     @property
     def wanted(self) -> Mapping[str, Identifier]:
-        """Their identifiers, the dead letters last."""
-        return self.known.identifiers
+        """Their identifiers, the dead letters last. Of families only `main` knows the tables, which takes time."""
+        expanded = expand_families(self.ingest, {})
+        return self.known.identifiers if expanded.families else table_identifiers(expanded, "lake")
 
     def place(self) -> BatchContext:
         """A branch of main's head."""

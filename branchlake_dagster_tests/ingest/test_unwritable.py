@@ -39,7 +39,7 @@ def good(number: int, partition: int = 0, **more: object) -> Message:
     return Message(json.dumps({"id": number, **more}).encode(), partition=partition)
 
 
-FEW = (4, [(1, 100, 0), (3, 101, 1)])
+FEW = (2, [(0, 100, 0), (3, 101, 1)])
 MANY = (30, [(3, 100, 0), (11, 101, 1), (12, 102, 1), (25, 103, 2)])
 
 

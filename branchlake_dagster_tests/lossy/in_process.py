@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +13,12 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.run_publication import publish
 from branchlake_dagster_tests.lossy.__main__ import embedded
-from branchlake_dagster_tests.lossy.daemon import leftovers, settled
+from branchlake_dagster_tests.lossy.daemon import MODULE, leftovers, settled
 from branchlake_dagster_tests.lossy.faults import Dice
 from branchlake_dagster_tests.lossy.plan import Planned, plan
-from branchlake_dagster_tests.lossy.project import __name__ as project
 from branchlake_dagster_tests.lossy.proxy import lossy_proxy
 from branchlake_dagster_tests.lossy.truth import World
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -34,7 +32,6 @@ class InProcess:
 
     definitions: dg.Definitions
     instance: dg.DagsterInstance
-    lake: Lakehouse
     runs: list[str] = field(default_factory=list)
     errors: list[BranchlakeError] = field(default_factory=list)
 
@@ -84,6 +81,18 @@ class InProcess:
             self.errors.append(error)
 
 
+def _load_definitions() -> dg.Definitions:
+    """Those of a second copy of the project: they read the environment when it is imported."""
+    spec = importlib.util.find_spec(MODULE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.defs
+    assert isinstance(found, dg.Definitions)
+    return found
+
+
 def play(state: Path, seed: int, *, runs: int, rate: float) -> tuple[list[str], Dice]:
     """Do it all in the folder `state`; what is wrong, in sentences, and what was done to the requests."""
     dice = Dice(seed, rate)
@@ -104,9 +113,7 @@ def play(state: Path, seed: int, *, runs: int, rate: float) -> tuple[list[str], 
         }.items():
             patch.setenv(f"BRANCHLAKE_{name}", value)
         instance = ending.enter_context(new_instance())
-        # A copy of the module: its definitions read the environment.
-        definitions = runpy.run_module(project)["defs"]
-        dagster = InProcess(definitions, instance, lake)
+        dagster = InProcess(_load_definitions(), instance)
         planned: Sequence[Planned] = list(plan(seed, runs))
         for one in planned:
             dagster.run(one)

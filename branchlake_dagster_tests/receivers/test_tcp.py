@@ -283,32 +283,42 @@ def test_an_address_that_is_taken_is_reported() -> None:
 def test_what_came_while_the_process_stood_still_is_read() -> None:
     """Live for ten minutes on a machine without memory: the timer was looked at before what had come."""
 
-    async def play(begun: bytes) -> None:
+    async def begin(
+        opened: contextlib.AsyncExitStack, begun: bytes
+    ) -> tuple[MemorySink, Intake, asyncio.StreamWriter]:
         sink = MemorySink()
         # Longer than a machine that is taken lets a process wait for its turn.
         intake = listening(sink, idle_s=1.5, frame_s=1.5)
-        async with running(intake):
-            _, out = await connect(intake)
-            await until(lambda: intake.counts.events["connections"] == 1)
-            stream = framed(b"late", b"r")
-            out.write(stream[: len(begun)])
-            await out.drain()
+        await opened.enter_async_context(running(intake))
+        _, out = await connect(intake)
+        await until(lambda: intake.counts.events["connections"] == 1)
+        out.write(stream[: len(begun)])
+        await out.drain()
+        return sink, intake, out
+
+    async def end(sink: MemorySink, intake: Intake, out: asyncio.StreamWriter) -> None:
+        await until(lambda: len(sink.records) == 2 or intake.counts.events.total() > 1)
+        assert values(sink) == [b"late", b"r"]
+        await until(lambda: intake.counts.events["closed_idle"] == 1)
+        out.close()
+
+    async def play(*beginnings: bytes) -> None:
+        async with contextlib.AsyncExitStack() as opened:
+            played = [await begin(opened, begun) for begun in beginnings]
             await asyncio.sleep(0.05)
-            made = out.get_extra_info("socket")
 
             def send() -> None:
                 time.sleep(0.1)
                 # Past the event loop, which stands still.
-                os.write(made.fileno(), stream[len(begun) :])
+                for begun, (_, _, out) in zip(beginnings, played, strict=True):
+                    os.write(out.get_extra_info("socket").fileno(), stream[len(begun) :])
 
             sender = threading.Thread(target=send)
             sender.start()
             time.sleep(2.0)
             sender.join()
-            await until(lambda: len(sink.records) == 2 or intake.counts.events.total() > 1)
-            assert values(sink) == [b"late", b"r"]
-            await until(lambda: intake.counts.events["closed_idle"] == 1)
-            out.close()
+            for one in played:
+                await end(*one)
 
-    asyncio.run(play(b""))
-    asyncio.run(play(b"begun"))
+    stream = framed(b"late", b"r")
+    asyncio.run(play(b"", b"begun"))

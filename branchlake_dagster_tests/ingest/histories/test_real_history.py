@@ -13,7 +13,7 @@ import pytest
 from branchlake_dagster_tests.ingest.histories.real import RealHistory, stack
 
 SEED = int(os.environ.get("BRANCHLAKE_TEST_INGEST_SEED", "0"))
-ONE_KILL_OF_EACH = ("kill Kafka", "kill Nessie", "kill Spark")
+ONE_KILL_OF_EACH = ("kill Spark", "kill Nessie", "kill Kafka")
 OF_THE_LIVE_RUN = (
     *("kill the live run", "pause it while another one works"),
     *("kill it before its publication", "kill it after its publication"),
