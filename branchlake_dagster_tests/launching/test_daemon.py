@@ -1,9 +1,12 @@
-"""What becomes of forked runs when a real daemon is killed. `test_one_daemon.py` ends one with Ctrl-C."""
+"""What becomes of forked runs when the process that launched them is killed. `test_one_daemon.py` ends a daemon with Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import dagster as dg
@@ -43,6 +46,45 @@ def status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus:
     return run.status
 
 
+_LAUNCH = """
+import sys
+from pathlib import Path
+from branchlake_dagster_tests.launching.stack import stack
+
+with stack(Path(sys.argv[1])) as launching:
+    run_id, worker = launching.waiting(Path(sys.argv[2]))
+    print("launched", run_id, worker.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_runs_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    command = [sys.executable, "-c", _LAUNCH, str(tmp_path), str(release)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as launching:
+        try:
+            assert launching.stdout is not None
+            line = next(one for one in launching.stdout if one.startswith("launched "))  # among Dagster's own
+            _, run_id, pid = line.split()
+            worker = psutil.Process(int(pid))
+            template = psutil.Process(worker.ppid())
+            assert template.ppid() == launching.pid
+            launching.kill()
+            launching.wait()
+            assert not ended(worker)
+            assert not ended(template)
+            release.touch()
+            with dg.DagsterInstance.from_config(str(tmp_path / "home")) as instance:
+                wait_for(lambda: status(instance, run_id) is dg.DagsterRunStatus.SUCCESS)
+            wait_for(lambda: ended(template))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launching.pid, signal.SIGKILL)  # its code server
+
+
+@pytest.mark.soak  # the test above, with the daemon of `dagster dev`
 def test_runs_outlive_a_killed_daemon(tmp_path: Path) -> None:
     (tmp_path / "dagster.yaml").write_text(CONFIGURATION + "run_queue: {dequeue_interval_seconds: 1}\n")
     release = tmp_path / "release"
