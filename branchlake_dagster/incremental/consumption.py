@@ -592,11 +592,15 @@ class Consumption:
         result: CachedValue = self._cache[name]
         return result
 
-    def clean_up(self) -> None:
-        """Call the cleanup functions and forget cached values. Called after the result is stored."""
+    def clean_up(self) -> bool:
+        """Call the cleanup functions and forget cached values. Called after the result is stored.
+
+        Returns whether there were any: they drop change tables, so the branch has a new head.
+        """
         self._cache.clear()
         calls, self.cleanup_callbacks = self.cleanup_callbacks[::-1], []
         call_all(calls)
+        return bool(calls)
 
     def _new_record(self) -> ConsumptionRecord:
         end_positions = {upstream.name: upstream.up_to for upstream in self.inputs.values()}

@@ -254,9 +254,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             writer = TableWriter(context, self.lakehouse, catalog, self.spark.own_session)
             consumption = consumption_of(context.step_context, self.lakehouse)
             table = writer.existing_table(spec) if obj is None else writer.write(request, obj, consumption)
+            is_head_known = True
             if table is not None and consumption is not None:
                 table = outputs.record_consumption(consumption, table)
-                consumption.clean_up()
+                # Another catalog's commits drop the change tables.
+                is_head_known = not consumption.clean_up()
             if table is not None:
                 rows = report_partition_rows(context, table, spec, definition)
                 metadata = provenance.materialization_metadata(
@@ -264,7 +266,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                     spec,
                     self.lakehouse.run_branch,
                     partition_rows=rows,
-                    branch_head=catalog.last_hash,
+                    branch_head=catalog.last_hash if is_head_known else None,
                 )
                 if obj is not None and (
                     preview_table := format_preview(table, rows=self._preview_rows(context))

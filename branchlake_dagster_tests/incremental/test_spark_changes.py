@@ -102,25 +102,32 @@ class Shop:
         finally:
             session.stop()
 
-    def consumed(self, p: Project) -> None:
-        """A run of all consumers, after which each holds what a full computation gives."""
-        run_id = p.run(*self.consumers)
+    def consumed(self, p: Project, *consumers: dg.AssetKey) -> None:
+        """A run of these consumers (all), after which each holds what a full computation gives."""
+        chosen = consumers or tuple(self.consumers)
+        run_id = p.run(*chosen)
         assert self.left() == (set(), set()), run_id
         branch = p.lake.nessie.entries(f"run-{run_id}")
         assert not [entry.key.name for entry in branch if CHANGE_TABLE_INFIX in entry.key.name]
         assert p.settle(run_id).state is RunState.PUBLISHED
         full = counted(self.table.scan().to_arrow())
+        if self.consumers[0] in chosen:
+            self.require_copy(p, full)
+        for key, column in ((self.consumers[1], 1), (self.consumers[2], 0)):
+            if key in chosen:
+                sums = Counter[Any]()
+                for row, count in full.items():
+                    sums[row[column]] += row[2] * count
+                held = {tuple(row.values()) for row in p.rows(*key.path)}
+                assert held == set(sums.items()), key
+
+    def require_copy(self, p: Project, full: Counter[tuple[Any, ...]]) -> None:
+        """The copy's rows, of which each came or went, add up to those of the input."""
         log = Counter[tuple[Any, ...]]()
         for row in p.rows(self.namespace, "copy"):
             kind = row.pop("_change_type")
             log[tuple(row.values())] += 1 if kind == "INSERT" else -1
         assert Counter({row: count for row, count in log.items() if count}) == full
-        for name, column in (("spent", 1), ("daily", 0)):
-            sums = Counter[Any]()
-            for row, count in full.items():
-                sums[row[column]] += row[2] * count
-            held = {tuple(row.values()) for row in p.rows(self.namespace, name)}
-            assert held == set(sums.items()), name
 
     def left(self) -> tuple[set[Path], set[str]]:
         """Files of change tables, and data files of the input that are gone."""
@@ -166,27 +173,27 @@ def test_each_pattern_gets_a_spark_frame_of_the_change(shop: Shop, monkeypatch: 
         monkeypatch.setattr(spark_inputs, "MAX_SENT_ROWS", 0)
         shop.table.append(frame((4, "e", 5), (4, "e", 5)))
         shop.table.overwrite(frame((2, "c", 7)), overwrite_filter=EqualTo("account", "c"))
-        shop.consumed(p)  # whole files
         shop.sql(
             "ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='merge-on-read')",
-            "DELETE FROM {t} WHERE account = 'd' OR price = 5",
+            "DELETE FROM {t} WHERE account = 'd' OR price = 10",
         )
-        shop.consumed(p)  # rows that delete files hit, copied
-        shop.consumed(p)  # nothing is left
+        shop.consumed(p)  # whole files, and rows that delete files hit, copied
+        shop.consumed(p, shop.consumers[0])  # nothing is left
 
 
 def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 1e-6}))
+    copy = shop.consumers[0]
     monkeypatch.setattr(spark_inputs, "MAX_SENT_ROWS", 0)
     with project(lake, *shop.assets) as p:
         shop.table.append(frame((1, "a", 1), (1, "b", 2)))
-        shop.consumed(p)
+        shop.consumed(p, copy)
         shop.table.append(frame((2, "c", 3)))
         shop.table.delete(EqualTo("account", "a"))
         shop.breaks = True
-        run_id = p.run(shop.consumers[0], ok=False)
+        run_id = p.run(copy, ok=False)
         changes, gone = shop.left()
         assert changes
         assert not gone
@@ -194,7 +201,7 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
         list(sweep_discarded(lake, p.instance))
         assert shop.left() == (set(), set())
         shop.breaks = False
-        shop.consumed(p)
+        shop.consumed(p, copy)
 
 
 def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_along(
