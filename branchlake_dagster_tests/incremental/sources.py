@@ -4,6 +4,7 @@ from typing import Any
 
 import dagster as dg
 import polars as pl
+from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster import table_metadata
 from branchlake_dagster_tests.harness import Project
@@ -27,8 +28,20 @@ class Source:
         self.key = source.key
 
     def publish(self, p: Project, *rows: tuple[Any, ...]) -> None:
+        """By a run of the asset, as the publication sensor publishes it."""
         self.rows = list(rows)
         p.settle(p.run(self.key))
+
+    def append(self, p: Project, *rows: tuple[Any, ...]) -> None:
+        """By somebody outside branchlake, on `main`: a tenth of what a run takes. Consumers see the same snapshots."""
+        frame = pl.DataFrame(rows, schema=self.columns, orient="row").to_arrow()
+        catalog, identifier = p.lake.catalog(), tuple(self.key.path)
+        try:
+            table = catalog.load_table(identifier)
+        except NoSuchTableError:
+            catalog.create_namespace_if_not_exists(identifier[:-1])
+            table = catalog.create_table(identifier, frame.schema)
+        table.append(frame)
 
 
 def published(p: Project, asset: dg.AssetsDefinition, **options: Any) -> None:

@@ -71,14 +71,14 @@ def test_duckdb_polars_and_pyiceberg_read_change_tables(lakehouse: Lakehouse, na
     orders = Source(namespace)
     reader = Reader(orders, namespace)
     with project(lakehouse, orders.asset, reader.asset) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         consumed(p, reader)
         table = lakehouse.catalog().load_table((namespace, "orders"))
         with table.update_schema() as update:
             update.rename_column("price", "cents")
         with table.update_schema() as update:
             update.rename_column("cents", "price")
-        orders.publish(p, ("c", 3), ("d", 4))
+        orders.append(p, ("c", 3), ("d", 4))
         consumed(p, reader)
         # A file of two rows is written again for one that goes.
         lakehouse.catalog().load_table((namespace, "orders")).delete("account = 'a'")
@@ -103,7 +103,7 @@ def test_all_change_tables_are_tried_and_every_error_is_reported(
         raise OSError(f"no {len(tried)}")
 
     with project(lakehouse, orders.asset, reader.asset) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         consumed(p, reader)
         lakehouse.catalog().load_table((namespace, "orders")).delete("account = 'a'")
         monkeypatch.setattr(NessieCatalog, "drop_table", failing)

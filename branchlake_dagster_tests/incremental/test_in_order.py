@@ -91,13 +91,13 @@ def test_a_late_row_is_followed_day_by_day(lakehouse: Lakehouse, namespace: str,
 
     with project(lakehouse, events.asset, totals) as p:
         ticks = Ticks(p, target=[totals])
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
         assert by_day(p, totals) == [1, 3, 7]
-        events.publish(p, (at(1), 10))
+        events.append(p, (at(1), 10))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
         assert by_day(p, totals) == [11, 13, 17]
-        events.publish(p, (at(2), 100))
+        events.append(p, (at(2), 100))
         assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
         assert by_day(p, totals) == [11, 113, 117]
 
@@ -105,7 +105,7 @@ def test_a_late_row_is_followed_day_by_day(lakehouse: Lakehouse, namespace: str,
 def test_each_day_waits_for_the_one_before_it(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
     totals = totals_of(namespace, events)
     with project(lakehouse, events.asset, totals) as p:
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         (asset,) = iter_consumers(p.graph, "default", [totals.key])
         standing = ConsumerBacklog(
             LakehouseResource.from_settings(lakehouse.settings), asset.consumer, instance=p.instance
@@ -138,7 +138,7 @@ def test_one_run_computes_all_days_that_follow(lakehouse: Lakehouse, namespace: 
     with project(lakehouse, events.asset, totals) as p:
         ticks = Ticks(p, target=[totals])
         for rows in ([(at(1), 1), (at(2), 2), (at(3), 4)], [(at(2), 10)]):
-            events.publish(p, *rows)
+            events.append(p, *rows)
             (request,) = ticks.tick()
             launch(p, totals, request)
             assert ticks.tick() == []
@@ -154,7 +154,7 @@ def test_the_condition_is_true_for_the_days_that_one_run_can_compute(
     condition = unconsumed_change(lakehouse.settings)
     totals = totals_of(namespace, events, backfill_policy=policy, automation_condition=condition)
     with project(lakehouse, events.asset, totals) as p:
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         found = dg.evaluate_automation_conditions(
             defs=[events.asset, totals],
             instance=p.instance,
@@ -170,7 +170,7 @@ def test_all_days_of_a_run_that_fails_have_failed(
     totals = totals_of(namespace, events, backfill_policy=dg.BackfillPolicy.single_run())
     with project(lakehouse, events.asset, totals) as p:
         lake = LakehouseResource.from_settings(lakehouse.settings)
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         (request,) = Ticks(p, target=[totals]).tick()
         _, stage = plan_stages(p.graph, lakehouse, events.key, None, reason="asked for")
 
@@ -195,9 +195,9 @@ def test_a_day_that_is_computed_too_early_is_computed_again(
 
     with project(lakehouse, events.asset, totals) as p:
         ticks = Ticks(p, target=[totals])
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
-        events.publish(p, (at(1), 10))
+        events.append(p, (at(1), 10))
         published(p, totals, partition="2026-08-03")
         (event,) = p.last.get_asset_materialization_events()
         assert EventMetadata.WAITS_FOR_PARTITION in event.materialization.metadata
@@ -218,12 +218,12 @@ def test_a_day_whose_change_waits_for_approval_holds_up_those_after_it(
     totals = totals_of(namespace, events)
     with project(lakehouse, events.asset, totals) as p:
         ticks = Ticks(p, target=[totals])
-        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        events.append(p, (at(1), 1), (at(2), 2), (at(3), 4))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
         events.rows = [(at(2), 10)]
         run_id = p.run(events.key, tags={RunTag.APPROVAL: APPROVAL_REQUIRED})
         p.settle(run_id)
-        events.publish(p, (at(1), 100))
+        events.append(p, (at(1), 100))
         assert launched(p, totals, ticks) == ["2026-08-01"]
         assert by_day(p, totals) == [101, 3, 7]
         run = p.instance.get_run_by_id(run_id)

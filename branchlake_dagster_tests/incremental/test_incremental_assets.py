@@ -97,13 +97,13 @@ def test_an_upsert_computed_from_everything_has_each_key_once(
         return orders
 
     with project(lakehouse, orders.asset, last) as p:
-        orders.publish(p, *((account, 1) for account in copies))
+        orders.append(p, *((account, 1) for account in copies))
         p.run(last.key, ok=False)  # the first run creates the table
         p.failed_with(UpsertKeyInvalid)
         lakehouse.catalog().load_table(tuple(orders.key.path)).delete("true")
-        orders.publish(p, ("a", 2))
+        orders.append(p, ("a", 2))
         published(p, last)
-        orders.publish(p, *((account, 3) for account in copies))
+        orders.append(p, *((account, 3) for account in copies))
         p.run(last.key, ok=False, tags={"branchlake/rebuild": "true"})  # replaces the table's rows
         p.failed_with(UpsertKeyInvalid)
         assert values(p, last) == [("a", 2)]
@@ -114,9 +114,9 @@ def test_a_run_that_is_not_published_has_consumed_nothing(
 ) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, copy)
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         p.run(copy.key)  # nobody publishes it
         published(p, copy)
         assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
@@ -128,13 +128,13 @@ def test_two_runs_of_one_consumer_cannot_both_be_published(
 ) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         first, second = p.run(copy.key), p.run(copy.key)  # both make the table
         assert p.settle(first).state == RunState.PUBLISHED
         refused = p.settle(second)
         assert refused.state == RunState.REFUSED
         assert first in refused.detail
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         first, second = p.run(copy.key), p.run(copy.key)
         assert p.settle(second).state == RunState.PUBLISHED
         refused = p.settle(first)
@@ -162,9 +162,9 @@ def test_results_of_changed_keys_replace_those_that_were(
 ) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1), ("b", 2), ("gone", 9))
+        orders.append(p, ("a", 1), ("b", 2), ("gone", 9))
         published(p, spent)
-        orders.publish(p, ("a", 10), (("c"), 3))
+        orders.append(p, ("a", 10), (("c"), 3))
         published(p, spent)
         assert values(p, spent) == [("a", 11), ("b", 2), ("c", 3), ("gone", 9)]
         lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'gone' or price = 10")
@@ -183,9 +183,9 @@ def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str,
         return pl.DataFrame({"account": ["a", "other"], "price": [1, 2]})
 
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, spent)
-        orders.publish(p, ("a", 2))
+        orders.append(p, ("a", 2))
         p.run(spent.key, ok=False)
         p.failed_with(PartitionMismatch, "1 row of the frame has a key that has not changed")
 
@@ -195,14 +195,14 @@ def test_removed_rows_stop_a_consumer_that_only_appends(
 ) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         published(p, copy)
         lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'b'")
         p.run(copy.key, ok=False)
         p.failed_with(RowsRemoved, "branchlake/rebuild=true")
         published(p, copy, tags={"branchlake/rebuild": "true"})
         assert values(p, copy) == [("a", 1, 1)]
-        orders.publish(p, ("c", 3))
+        orders.append(p, ("c", 3))
         published(p, copy)
         assert values(p, copy) == [("a", 1, 1), ("c", 3, 1)]
 
@@ -299,13 +299,13 @@ def test_a_consumer_whose_own_table_was_rolled_back(
     copy = copy_of(orders, namespace, when_lost=how)
     with project(lakehouse, orders.asset, copy) as p:
         for name in "ab":
-            orders.publish(p, (name, 1))
+            orders.append(p, (name, 1))
             published(p, copy)
         table = lakehouse.catalog().load_table((namespace, "copy"))
         first = table.metadata.snapshots[0].snapshot_id
         table.manage_snapshots().rollback_to_snapshot(first).commit()
         assert [row[0] for row in values(p, copy)] == ["a"]
-        orders.publish(p, ("c", 1))
+        orders.append(p, ("c", 1))
         (told,) = [one for one in iter_input_backlogs(lakehouse) if one.table == f"{namespace}.copy"]
         assert "own table was rolled back" in (told.trouble or "")
         if expected is None:
@@ -348,7 +348,7 @@ def test_a_rolled_back_partition_is_computed_anew_and_the_others_are_not(
         ).pending_partitions
 
     with project(lakehouse, events.asset, daily) as p:
-        events.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 2), (date(2026, 8, 3), 3))
+        events.append(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 2), (date(2026, 8, 3), 3))
         for day in ("2026-08-01", "2026-08-02"):
             published(p, daily, partition=day)
         assert left() == ("2026-08-03",)
@@ -371,17 +371,17 @@ def test_an_input_that_was_created_again(
 ) -> None:
     copy = copy_of(orders, namespace, when_lost=how)
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, copy)
         lakehouse.catalog().drop_table(tuple(orders.key.path))
-        orders.publish(p, ("new", 2))
+        orders.append(p, ("new", 2))
         if expected is None:
             p.run(copy.key, ok=False)
             p.failed_with(ChangeLost, "dropped and created again", "when_lost")
             return
         published(p, copy)
         if how == "skip":
-            orders.publish(p, ("later", 3))
+            orders.append(p, ("later", 3))
             published(p, copy)
         assert [row[0] for row in values(p, copy)] == expected
 
@@ -391,14 +391,14 @@ def test_a_position_that_cannot_be_read_is_replaced_by_a_rebuild(
 ) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, copy)
         with lakehouse.catalog().load_table((namespace, "copy")).transaction() as change:
             change.set_properties({LakeProperty.CONSUMED: "spoilt"})
         p.run(copy.key, ok=False)
         p.failed_with(PositionUnreadable, LakeProperty.CONSUMED, "branchlake/rebuild=true")
         published(p, copy, tags={"branchlake/rebuild": "true"})
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         published(p, copy)
         assert [row[0] for row in values(p, copy)] == ["a", "b"]
 
@@ -406,10 +406,10 @@ def test_a_position_that_cannot_be_read_is_replaced_by_a_rebuild(
 def test_a_consumer_that_begins_now(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     copy = copy_of(orders, namespace, start="now")
     with project(lakehouse, orders.asset, copy) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, copy)
         assert values(p, copy) == []
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         published(p, copy)
         assert values(p, copy) == [("b", 2, 1)]
 
@@ -418,10 +418,10 @@ def test_a_consumer_that_begins_at_a_time(lakehouse: Lakehouse, namespace: str, 
     with project(lakehouse, orders.asset) as p:
         before = datetime.now(UTC)
         time.sleep(1.1)
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         time.sleep(1.1)
         middle = datetime.now(UTC)
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
     for start, expected in ((before, ["a", "b"]), (middle, ["b"]), (datetime.now(UTC), [])):
         copy = copy_of(orders, namespace, start=start.isoformat())
         with project(lakehouse, orders.asset, copy) as p:
@@ -451,8 +451,8 @@ def test_a_partition_that_comes_later_is_new_whenever_its_consumer_began(
 
     two, three = lines_until("2026-08-03"), lines_until("2026-08-04")
     with project(lakehouse, events.asset, two) as p:
-        events.publish(p, (date(2026, 8, 1), 1))
-        events.publish(p, (date(2026, 8, 3), 3))
+        events.append(p, (date(2026, 8, 1), 1))
+        events.append(p, (date(2026, 8, 3), 3))
         published(p, two, partition="2026-08-01")
         assert values(p, two) == []
     with project(lakehouse, events.asset, three) as p:
@@ -478,9 +478,9 @@ def test_a_consumer_that_begins_now_begins_once_for_all_partitions(
         return events
 
     with project(lakehouse, events.asset, lines) as p:
-        events.publish(p, *((date(2026, 8, number), 0) for number in (1, 2, 3)))
+        events.append(p, *((date(2026, 8, number), 0) for number in (1, 2, 3)))
         published(p, lines, partition="2026-08-01")
-        events.publish(p, (date(2026, 8, 2), 2))
+        events.append(p, (date(2026, 8, 2), 2))
         published(p, lines, partition="2026-08-02")
         assert values(p, lines) == [(date(2026, 8, 2), 2)]
 
@@ -509,16 +509,16 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
         return {name for name in table.metadata.properties if name.startswith(LakeProperty.CONSUMED)}
 
     with project(lakehouse, events.asset, daily) as p:
-        events.publish(p, (day(1), 1), (day(2), 2))
+        events.append(p, (day(1), 1), (day(2), 2))
         published(p, daily, partition="2026-08-01")
         assert held(p) == {f"{LakeProperty.CONSUMED}.2026-08-01"}
         published(p, daily, partition="2026-08-02")
         assert held(p) == {LakeProperty.CONSUMED}
-        events.publish(p, (day(1), 10))
+        events.append(p, (day(1), 10))
         published(p, daily, partition="2026-08-01")
         assert held(p) == {LakeProperty.CONSUMED}
         assert values(p, daily) == [(day(1), 11), (day(2), 2)]
-        events.publish(p, (day(3), 5), (day(4), 6))
+        events.append(p, (day(3), 5), (day(4), 6))
         one, other = p.run(daily.key, partition="2026-08-03"), p.run(daily.key, partition="2026-08-04")
         assert p.settle(one).state == p.settle(other).state == RunState.PUBLISHED
         assert values(p, daily)[2:] == [(day(3), 5), (day(4), 6)]
@@ -539,9 +539,9 @@ def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, name
         return events.group_by(pl.col("at").dt.date().alias("day")).agg(pl.col("price").sum())
 
     with project(lakehouse, events.asset, by_day) as p:
-        events.publish(p, (datetime(2026, 8, 1, 3), 1), (datetime(2026, 8, 2, 4), 2))
+        events.append(p, (datetime(2026, 8, 1, 3), 1), (datetime(2026, 8, 2, 4), 2))
         published(p, by_day)
-        events.publish(p, (datetime(2026, 8, 1, 9), 10))
+        events.append(p, (datetime(2026, 8, 1, 9), 10))
         published(p, by_day)
         assert [row[1] for row in values(p, by_day)] == [11, 2]
         assert seen == [2, 2]  # of the second day nothing was read again
@@ -578,15 +578,15 @@ def test_running_totals_are_computed_from_the_smallest_change_on(
         return date(2026, 8, number) if column == pl.Date else datetime(2026, 8, number, 6)
 
     with project(lakehouse, events.asset, totals) as p:
-        events.publish(p, *[(at(number), 1) for number in (1, 2, 5, 6)])
+        events.append(p, *[(at(number), 1) for number in (1, 2, 5, 6)])
         published(p, totals)
-        events.publish(p, (at(3), 10))
+        events.append(p, (at(3), 10))
         published(p, totals)
         assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14]
         assert seen == [4, 3]
         published(p, totals)
         assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14]
-        events.publish(p, (at(9), 1))
+        events.append(p, (at(9), 1))
         published(p, totals)
         assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14, 15]
         assert seen[-1] == 1
@@ -619,9 +619,9 @@ def test_an_asset_that_writes_by_sql(lakehouse: Lakehouse, namespace: str, order
         return dg.MaterializeResult()
 
     with project(lakehouse, orders.asset, lines) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, lines)
-        orders.publish(p, ("b", 2), ("c", 3))
+        orders.append(p, ("b", 2), ("c", 3))
         published(p, lines)
         published(p, lines)
         assert values(p, lines) == [("a", 1), ("b", 2), ("c", 3)]
@@ -646,15 +646,15 @@ def test_an_optional_input_counts_once_its_table_exists(lakehouse: Lakehouse, na
     with project(lakehouse, *(one.asset for one in sources), both) as p:
         p.run(both.key, ok=False)
         p.failed_with(TableMissing)
-        sources[1].publish(p, ("a", 1))
+        sources[1].append(p, ("a", 1))
         published(p, both)
-        sources[1].publish(p, ("b", 2))
+        sources[1].append(p, ("b", 2))
         published(p, both)
         assert values(p, both) == [("a", 1), ("b", 2)]
-        sources[0].publish(p, ("c", 3))
+        sources[0].append(p, ("c", 3))
         published(p, both)
-        sources[0].publish(p, ("d", 4))
-        sources[1].publish(p, ("e", 5))
+        sources[0].append(p, ("d", 4))
+        sources[1].append(p, ("e", 5))
         published(p, both)
         assert values(p, both) == [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)]
         lakehouse.catalog().drop_table(tuple(sources[0].key.path))
@@ -677,12 +677,12 @@ def test_an_optional_input_that_appears_later_counts_from_then_on(
         return pl.concat([one for one in (first, second) if one.width])
 
     with project(lakehouse, first.asset, second.asset, both) as p:
-        first.publish(p, ("a", 1))
+        first.append(p, ("a", 1))
         published(p, both)
-        first.publish(p, ("b", 2))
+        first.append(p, ("b", 2))
         published(p, both)
-        second.publish(p, ("c", 3))
+        second.append(p, ("c", 3))
         published(p, both)
-        second.publish(p, ("d", 4))
+        second.append(p, ("d", 4))
         published(p, both)
         assert values(p, both) == [("b", 2), ("d", 4)]

@@ -89,11 +89,11 @@ def test_a_schedule_makes_no_empty_runs(lakehouse: Lakehouse, namespace: str, or
 
     with project(lakehouse, orders.asset, spent) as p:
         assert "no table" in tick().skip_message
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         assert isinstance(tick(), dg.RunRequest)
         published(p, spent)
         assert tick().skip_message == "nothing"
-        orders.publish(p, ("a", 2), ("b", 3))
+        orders.append(p, ("a", 2), ("b", 3))
         left = consumer_backlog(spent, LakehouseResource.from_settings(lakehouse.settings))
         assert (left.rows, left.files, left.whole) == (2, 1, False)
         with raising(ConfigurationError, "consumes(", reason="consumes_nothing"):
@@ -143,27 +143,27 @@ def test_a_change_waits_until_a_table_that_is_read_whole_exists(
 
     outside = dg.with_resources([rates], {"values": dg.mem_io_manager})
     with project(lakehouse, orders.asset, accounts.asset, *outside, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         ticks = Ticks(p, target=[spent])
         assert ticks.tick() == []
         (told,) = ticks.told
         assert accounts.key.to_user_string() in str(told.metadata[EventMetadata.UNCONSUMED].value)
         assert accounts.key.to_user_string() in ticks.why
-        accounts.publish(p, ("a", 1))
+        accounts.append(p, ("a", 1))
         assert len(ticks.tick()) == 1
 
 
 def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, spent)
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         patient = Ticks(p, target=[spent], min_rows=2)
         assert patient.tick() == []
         assert "change for asset" in patient.why
         assert len(Ticks(p, target=[spent], min_rows=2, max_age_s=0.0).tick()) == 1
-        orders.publish(p, ("c", 3))
+        orders.append(p, ("c", 3))
         assert len(patient.tick()) == 1
 
 
@@ -172,7 +172,7 @@ def test_what_waits_for_its_verdict_is_not_launched_again(
 ) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         run = p.run(spent.key)
         ticks = Ticks(p, target=[spent])
         assert ticks.tick() == []
@@ -194,11 +194,11 @@ def test_trouble_of_one_consumer_stops_no_other(lakehouse: Lakehouse, namespace:
         return orders
 
     with project(lakehouse, orders.asset, spent, other) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, spent)
         published(p, other)
         lakehouse.catalog().drop_table(tuple(orders.key.path))
-        orders.publish(p, ("b", 2))
+        orders.append(p, ("b", 2))
         ticks = Ticks(p, target=[spent, other])
         (request,) = ticks.tick()
         assert request.asset_selection == [other.key]
@@ -227,11 +227,11 @@ def test_only_affected_partitions_are_launched(lakehouse: Lakehouse, namespace: 
 
     with project(lakehouse, events.asset, daily) as p:
         for row in ((date(2026, 8, 1), 1), (date(2026, 8, 3), 2), (date(2027, 1, 1), 3)):
-            events.publish(p, row)  # one file each: the bounds of a file that has all of them hold all days
+            events.append(p, row)  # one file each: the bounds of a file that has all of them hold all days
         ticks = Ticks(p, target=[daily])
         assert launched(ticks) == ["2026-08-01", "2026-08-03"]
         assert launched(ticks) == []
-        events.publish(p, (date(2026, 8, 2), 4), (date(2026, 8, 2), 5))
+        events.append(p, (date(2026, 8, 2), 4), (date(2026, 8, 2), 5))
         assert launched(ticks) == ["2026-08-02"]
         assert launched(ticks) == []
         assert [row[1] for row in values(p, daily)] == [1, 9, 2]
@@ -270,7 +270,7 @@ def test_a_run_of_something_else_holds_nothing_up(
 ) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         reaper = p.definitions.resolve_job_def("reap_branches")
         p.instance.create_run_for_job(reaper, status=dg.DagsterRunStatus.STARTED)
         assert len(Ticks(p, target=[spent]).tick()) == 1
@@ -284,7 +284,7 @@ def test_a_consumer_that_comes_later_is_looked_at(
 ) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         ticks = Ticks(p, target=[orders.key, spent.key])
         ticks.tick()
         assert ticks.tick() == []
@@ -309,7 +309,7 @@ def test_partitions_whose_runs_failed_hold_up_no_others(lakehouse: Lakehouse, na
 
     with project(lakehouse, events.asset, daily) as p:
         for number in (1, 2, 3):
-            events.publish(p, (date(2026, 8, number), number))
+            events.append(p, (date(2026, 8, number), number))
         ticks, seen = Ticks(p, target=[daily], max_runs=1), []
         for _ in range(4):
             for request in ticks.tick():
@@ -331,7 +331,7 @@ def test_an_error_of_any_class_is_reported_and_nothing_counts_as_consumed(
         with monkeypatch.context() as patched:
             patched.setattr(ConsumerBacklog, "unconsumed", property(broken))
             assert ticks.tick() == []
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         assert len(ticks.tick()) == 1
 
 
@@ -365,7 +365,7 @@ def test_one_run_computes_an_asset_and_those_that_consume_it(lakehouse: Lakehous
     target = dg.AssetSelection.assets(first.key, second.key, third.key, total.key)
     with project(lakehouse, raw.asset, first, second, third, total) as p:
         ticks = Ticks(p, target=target, with_downstream=True)
-        raw.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 3))
+        raw.append(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 3))
         chain = [first.key, second.key, third.key]
         for day in ("2026-08-01", "2026-08-02"):
             (request,) = [one for one in ticks.tick() if one.asset_selection != [total.key]]
@@ -384,7 +384,7 @@ def test_one_run_computes_an_asset_and_those_that_consume_it(lakehouse: Lakehous
         (last,) = ticks.tick()
         assert (last.asset_selection, last.partition_key) == ([third.key], "2026-08-01")
         p.settle(p.run(third.key, partition="2026-08-01"))
-        raw.publish(p, (date(2026, 8, 1), 5))
+        raw.append(p, (date(2026, 8, 1), 5))
         p.settle(p.run(first.key, partition="2026-08-01"))
         (middle,) = [one for one in ticks.tick() if one.asset_selection != [total.key]]
         assert middle.asset_selection == [second.key, third.key]
@@ -407,11 +407,11 @@ def test_a_partition_of_a_chain_waits_while_a_later_asset_of_it_is_computed(
 
     with project(lakehouse, orders.asset, first, listed) as p:
         ticks = Ticks(p, with_downstream=True)
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         (request,) = ticks.tick()
         assert request.asset_selection == [first.key, listed.key]
         p.settle(p.run(first.key, listed.key))
-        orders.publish(p, ("a", 2))
+        orders.append(p, ("a", 2))
         pending = p.run(listed.key)  # it has no verdict yet
         assert ticks.tick() == []
         p.settle(pending)
@@ -453,15 +453,15 @@ def test_a_partition_of_a_chain_that_always_fails_holds_up_no_others(
 
     with project(lakehouse, events.asset, first, second) as p:
         ticks = Ticks(p, target=target, with_downstream=True, retry_delay_seconds=3600)
-        events.publish(p, (date(2026, 8, 1), 1))
+        events.append(p, (date(2026, 8, 1), 1))
         seen = []
         for number in range(3):
-            events.publish(p, (date(2026, 8, 2), number))
+            events.append(p, (date(2026, 8, 2), number))
             seen.append(run(p, ticks))
         assert seen == ["2026-08-01", "2026-08-02", "2026-08-02"]
         # Alone, or after its delay, it has its turn.
         assert run(p, ticks) == "2026-08-01"
-        events.publish(p, (date(2026, 8, 2), 4))
+        events.append(p, (date(2026, 8, 2), 4))
         impatient = Ticks(p, target=target, with_downstream=True, retry_delay_seconds=0)
         assert run(p, impatient) == "2026-08-01"
         assert values(p, second) == [(date(2026, 8, 2), number) for number in range(3)]

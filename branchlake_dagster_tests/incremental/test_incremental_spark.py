@@ -58,9 +58,9 @@ def test_rows_of_changed_keys_are_replaced(lakehouse: Lakehouse, namespace: str)
     orders = Orders(namespace)
     spent = asset_of(orders, namespace, keys=["account"], upsert=["account", "kind"])
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("gone", "x", 4))
+        orders.append(p, ("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("gone", "x", 4))
         published(p, spent)
-        orders.publish(p, ("a", "x", 10), ("new", "x", 5))
+        orders.append(p, ("a", "x", 10), ("new", "x", 5))
         orders.delete(lakehouse, "account = 'gone' or kind = 'y'")
         published(p, spent)
         assert values(p, spent) == [("a", "x", 11), ("b", "x", 3), ("new", "x", 5)]
@@ -76,9 +76,9 @@ def test_keys_of_two_columns_are_looked_for_by_the_one_of_few_values(
     spent = asset_of(orders, namespace, keys=both, upsert=both)
     accounts = "abcde"
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, *((one, kind, 1) for one in accounts for kind in "xyz"))
+        orders.append(p, *((one, kind, 1) for one in accounts for kind in "xyz"))
         published(p, spent)
-        orders.publish(p, *((one, "x", 10) for one in "abce"), ("b", "y", 10), ("new", "y", 7))
+        orders.append(p, *((one, "x", 10) for one in "abce"), ("b", "y", 10), ("new", "y", 7))
         orders.delete(lakehouse, "account = 'c' and kind = 'y'")
         published(p, spent)
         expected = {
@@ -128,17 +128,17 @@ def test_rows_with_a_null_key_may_go_but_not_come(lakehouse: Lakehouse, namespac
     orders = Orders(namespace)
     spent = asset_of(orders, namespace, keys=["account"], upsert=["account"])
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", "x", 1), (None, "x", 2))
+        orders.append(p, ("a", "x", 1), (None, "x", 2))
         p.run(spent.key, ok=False)  # everything is computed, and creates the table
         p.failed_with(UpsertKeyInvalid)
         orders.drops_null = True
         published(p, spent)
         orders.drops_null = False
         orders.delete(lakehouse, "account is null")
-        orders.publish(p, ("a", "x", 1))
+        orders.append(p, ("a", "x", 1))
         published(p, spent)
         assert values(p, spent) == [("a", 2)]
-        orders.publish(p, (None, "x", 3))
+        orders.append(p, (None, "x", 3))
         p.run(spent.key, ok=False)
         p.failed_with(UpsertKeyInvalid)
         p.run(spent.key, ok=False, tags={"branchlake/rebuild": "true"})  # replaces the table's rows
@@ -161,7 +161,7 @@ def test_a_result_of_everything_has_each_key_once(lakehouse: Lakehouse, namespac
         | consumes({orders.key: "rows"}),
     )(last)
     with project(lakehouse, orders.asset, asset) as p:
-        orders.publish(p, ("a", "x", 1), ("a", "x", 1), ("b", "y", 2))
+        orders.append(p, ("a", "x", 1), ("a", "x", 1), ("b", "y", 2))
         p.run(asset.key, partition="x", ok=False)
         p.failed_with(UpsertKeyInvalid)
         published(p, asset, partition="y")
@@ -172,9 +172,9 @@ def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str)
     orders = Orders(namespace)
     spent = asset_of(orders, namespace, keys=["account"], upsert=["account"])
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", "x", 1), ("other", "x", 9))
+        orders.append(p, ("a", "x", 1), ("other", "x", 9))
         published(p, spent)
-        orders.publish(p, ("a", "x", 2))
+        orders.append(p, ("a", "x", 2))
         orders.mistaken = True
         p.run(spent.key, ok=False)
         p.failed_with(PartitionMismatch, "have a key that has not changed")

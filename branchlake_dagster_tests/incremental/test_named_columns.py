@@ -109,10 +109,10 @@ def test_keys_have_the_names_of_each_input(lakehouse: Lakehouse, namespace: str)
     asset = spending(namespace, orders, customers)
     with project(lakehouse, orders.asset, customers.asset, asset) as p:
         customers.publish(p, (1, "one"), (2, "two"))
-        orders.publish(p, (1, 10, at(1)), (2, 20, at(1)))
+        orders.append(p, (1, 10, at(1)), (2, 20, at(1)))
         published(p, asset)
         assert values(p, asset) == [(1, "one", 10), (2, "two", 20)]
-        orders.publish(p, (1, 5, at(2)))
+        orders.append(p, (1, 5, at(2)))
         published(p, asset)
         assert values(p, asset) == [(1, "one", 15), (2, "two", 20)]
         customers.publish(p, (2, "second"))
@@ -137,14 +137,14 @@ def test_ranges_have_the_names_and_types_of_each_input(lakehouse: Lakehouse, nam
         return pl.concat([paid, back]).group_by("day").agg(pl.col("amount").sum())
 
     with project(lakehouse, orders.asset, refunds.asset, balance) as p:
-        orders.publish(p, (1, 10, at(1)), (1, 20, at(2)))
-        refunds.publish(p, (date(2026, 8, 2), 3))
+        orders.append(p, (1, 10, at(1)), (1, 20, at(2)))
+        refunds.append(p, (date(2026, 8, 2), 3))
         published(p, balance)
         assert [row[1] for row in values(p, balance)] == [10, 17]
-        refunds.publish(p, (date(2026, 8, 1), 4))
+        refunds.append(p, (date(2026, 8, 1), 4))
         published(p, balance)
         assert [row[1] for row in values(p, balance)] == [6, 17]
-        orders.publish(p, (1, 1, at(2, 23)))
+        orders.append(p, (1, 1, at(2, 23)))
         published(p, balance)
         assert [row[1] for row in values(p, balance)] == [6, 18]
         assert seen == [(2, 1), (1, 1), (2, 1)]  # of the other day nothing was read
@@ -172,12 +172,12 @@ def test_partitions_are_found_by_the_column_of_each_input(lakehouse: Lakehouse, 
     orders, refunds = orders_of(namespace), refunds_of(namespace)
     daily = daily_balance(namespace, orders, refunds)
     with project(lakehouse, orders.asset, refunds.asset, daily) as p:
-        orders.publish(p, (1, 10, at(1)), (1, 20, at(2)))
-        refunds.publish(p, (date(2026, 8, 2), 3))
+        orders.append(p, (1, 10, at(1)), (1, 20, at(2)))
+        refunds.append(p, (date(2026, 8, 2), 3))
         for day in ("2026-08-01", "2026-08-02"):
             published(p, daily, partition=day)
         assert [row[1] for row in values(p, daily)] == [10, 17]
-        refunds.publish(p, (date(2026, 8, 1), 4))
+        refunds.append(p, (date(2026, 8, 1), 4))
         published(p, daily, partition="2026-08-02")
         assert [row[1] for row in values(p, daily)] == [10, 17]
         published(p, daily, partition="2026-08-01")
@@ -188,8 +188,8 @@ def test_a_column_that_an_input_has_not_is_named(lakehouse: Lakehouse, namespace
     orders, refunds = orders_of(namespace), refunds_of(namespace)
     daily = daily_balance(namespace, orders, refunds, refunded="refunded_at")
     with project(lakehouse, orders.asset, refunds.asset, daily) as p:
-        orders.publish(p, (1, 10, at(1)))
-        refunds.publish(p, (date(2026, 8, 1), 3))
+        orders.append(p, (1, 10, at(1)))
+        refunds.append(p, (date(2026, 8, 1), 3))
         p.run(daily.key, partition="2026-08-01", ok=False)
         p.failed_with(InputColumnGone)
 
@@ -221,8 +221,8 @@ def test_spark_frames_get_the_rows_of_the_same_keys_and_ranges(lakehouse: Lakeho
 
     with project(lakehouse, orders.asset, customers.asset, refunds.asset, spending, balance) as p:
         customers.publish(p, (1, "one"), (2, "two"))
-        orders.publish(p, (1, 10, at(1)), (2, 20, at(2)))
-        refunds.publish(p, (date(2026, 8, 2), 3))
+        orders.append(p, (1, 10, at(1)), (2, 20, at(2)))
+        refunds.append(p, (date(2026, 8, 2), 3))
 
         def consumed() -> None:
             assert p.settle(p.run(spending.key, balance.key)).state is RunState.PUBLISHED
@@ -230,9 +230,9 @@ def test_spark_frames_get_the_rows_of_the_same_keys_and_ranges(lakehouse: Lakeho
         consumed()
         assert values(p, spending) == [(1, "one", 10), (2, "two", 20)]
         assert [row[1] for row in values(p, balance)] == [10, 17]
-        orders.publish(p, (1, 5, at(2)))
+        orders.append(p, (1, 5, at(2)))
         customers.publish(p, (2, "second"))
-        refunds.publish(p, (date(2026, 8, 1), 1))
+        refunds.append(p, (date(2026, 8, 1), 1))
         consumed()
         assert values(p, spending) == [(1, "one", 15), (2, "second", 20)]
         assert [row[1] for row in values(p, balance)] == [9, 22]

@@ -73,7 +73,7 @@ def test_days_become_weeks(lakehouse: Lakehouse, namespace: str, events: Source)
     """The week whose key is that of a day, which was ahead of the others, has not consumed the others."""
     by_day, by_week = lines_of(events, namespace, DAYS), lines_of(events, namespace, WEEKS)
     with project(lakehouse, events.asset, by_day) as p:
-        events.publish(p, (day(2), 1), (day(3), 2))
+        events.append(p, (day(2), 1), (day(3), 2))
         published(p, by_day, partition="2026-08-02")
         assert values(p, by_day) == [(day(2), 1)]
     with project(lakehouse, events.asset, by_week) as p:
@@ -84,9 +84,9 @@ def test_days_become_weeks(lakehouse: Lakehouse, namespace: str, events: Source)
 def test_days_ahead_of_the_others_become_weeks(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
     by_day, by_week = lines_of(events, namespace, DAYS), lines_of(events, namespace, WEEKS)
     with project(lakehouse, events.asset, by_day) as p:
-        events.publish(p, (day(2), 1), (day(3), 2))
+        events.append(p, (day(2), 1), (day(3), 2))
         catch_up(p, by_day)
-        events.publish(p, (day(3), 3), (day(4), 4))
+        events.append(p, (day(3), 3), (day(4), 4))
         published(p, by_day, partition="2026-08-03")
     with project(lakehouse, events.asset, by_week) as p:
         catch_up(p, by_week)
@@ -96,9 +96,9 @@ def test_days_ahead_of_the_others_become_weeks(lakehouse: Lakehouse, namespace: 
 def test_days_become_a_table_without_partitions(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
     by_day, whole = lines_of(events, namespace, DAYS), lines_of(events, namespace, None)
     with project(lakehouse, events.asset, by_day) as p:
-        events.publish(p, (day(1), 0), (day(2), 1), (day(3), 2))
+        events.append(p, (day(1), 0), (day(2), 1), (day(3), 2))
         catch_up(p, by_day)
-        events.publish(p, (day(3), 3), (day(4), 4))
+        events.append(p, (day(3), 3), (day(4), 4))
         published(p, by_day, partition="2026-08-03")
     with project(lakehouse, events.asset, whole) as p:
         catch_up(p, whole)
@@ -109,7 +109,7 @@ def test_days_become_a_table_without_partitions(lakehouse: Lakehouse, namespace:
 def test_a_table_without_partitions_gets_days(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
     by_day, whole = lines_of(events, namespace, DAYS), lines_of(events, namespace, None)
     with project(lakehouse, events.asset, whole) as p:
-        events.publish(p, (day(2), 1), (day(3), 2))
+        events.append(p, (day(2), 1), (day(3), 2))
         catch_up(p, whole)
     with project(lakehouse, events.asset, by_day) as p:
         catch_up(p, by_day)
@@ -121,10 +121,10 @@ def test_another_time_zone(lakehouse: Lakehouse, namespace: str, events: Source)
     there = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-09", timezone="Asia/Tokyo")
     here, moved = lines_of(events, namespace, DAYS), lines_of(events, namespace, there)
     with project(lakehouse, events.asset, here) as p:
-        events.publish(p, (datetime(2026, 8, 2, 3), 1), (datetime(2026, 8, 3, 22), 2))
+        events.append(p, (datetime(2026, 8, 2, 3), 1), (datetime(2026, 8, 3, 22), 2))
         published(p, here, partition="2026-08-02")
         published(p, here, partition="2026-08-03")
-        events.publish(p, (datetime(2026, 8, 3, 23), 3))
+        events.append(p, (datetime(2026, 8, 3, 23), 3))
         published(p, here, partition="2026-08-03")
     with project(lakehouse, events.asset, moved) as p:
         catch_up(p, moved)
@@ -136,16 +136,16 @@ def test_the_own_table_is_rolled_back_between_two_runs_of_a_partition(
 ) -> None:
     lines = lines_of(events, namespace, DAYS, when_lost="rebuild")
     with project(lakehouse, events.asset, lines) as p:
-        events.publish(p, (day(2), 1), (day(3), 1))
+        events.append(p, (day(2), 1), (day(3), 1))
         catch_up(p, lines)
-        events.publish(p, (day(2), 2))
+        events.append(p, (day(2), 2))
         published(p, lines, partition="2026-08-02")
         table = lakehouse.catalog().load_table((namespace, "lines"))
         line = [one.snapshot_id for one in table.metadata.snapshots]
         for to in line[:-1][::-1]:
             table = lakehouse.catalog().load_table((namespace, "lines"))
             table.manage_snapshots().rollback_to_snapshot(to).commit()
-            events.publish(p, (day(2), 3))
+            events.append(p, (day(2), 3))
             catch_up(p, lines)
             rows = sorted(tuple(one.values()) for one in p.rows(*events.key.path))
             assert values(p, lines) == rows
@@ -158,12 +158,12 @@ def test_the_own_table_is_rolled_back_while_a_run_is_at_work(
     """What the run records as consumed would hide the rows that are gone: it is refused."""
     lines = lines_of(events, namespace, DAYS if partition else None, when_lost="rebuild")
     with project(lakehouse, events.asset, lines) as p:
-        events.publish(p, (day(2), 1), (day(3), 1))
+        events.append(p, (day(2), 1), (day(3), 1))
         catch_up(p, lines)
         to = lakehouse.catalog().load_table((namespace, "lines")).metadata.snapshots[-1].snapshot_id
-        events.publish(p, (day(2), 2))
+        events.append(p, (day(2), 2))
         p.settle(p.run(lines.key, partition=partition))
-        events.publish(p, (day(2), 3))
+        events.append(p, (day(2), 3))
         at_work = p.run(lines.key, partition=partition)
         table = lakehouse.catalog().load_table((namespace, "lines"))
         table.manage_snapshots().rollback_to_snapshot(to).commit()
@@ -177,10 +177,10 @@ def test_rows_of_a_day_that_is_no_partition_yet(lakehouse: Lakehouse, namespace:
     short = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-04")
     before, after = lines_of(events, namespace, short), lines_of(events, namespace, DAYS)
     with project(lakehouse, events.asset, before) as p:
-        events.publish(p, (day(2), 1), (day(5), 5))
+        events.append(p, (day(2), 1), (day(5), 5))
         catch_up(p, before)
         assert values(p, before) == [(day(2), 1)]
-        events.publish(p, (day(6), 6))
+        events.append(p, (day(6), 6))
         catch_up(p, before)
         assert not consumer_backlog(before, LakehouseResource.from_settings(lakehouse.settings)).has_any
     with project(lakehouse, events.asset, after) as p:
@@ -197,7 +197,7 @@ def test_a_dynamic_partition_that_is_added_later(
     lines = lines_of(events, namespace, parts)
     with project(lakehouse, events.asset, lines) as p:
         p.instance.add_dynamic_partitions(parts.name or "", ["a"])
-        events.publish(p, ("a", 1), ("b", 2))
+        events.append(p, ("a", 1), ("b", 2))
         catch_up(p, lines)
         assert values(p, lines) == [("a", 1)]
         p.instance.add_dynamic_partitions(parts.name or "", ["b"])
@@ -212,11 +212,11 @@ def test_a_day_that_leaves_the_partitions_and_comes_back_without_rows(
     short = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-04")
     before, without, after = (lines_of(events, namespace, days) for days in (DAYS, short, DAYS))
     with project(lakehouse, events.asset, before) as p:
-        events.publish(p, (day(2), 1), (day(5), 5))
+        events.append(p, (day(2), 1), (day(5), 5))
         catch_up(p, before)
     with project(lakehouse, events.asset, without) as p:
         lakehouse.catalog().load_table(tuple(events.key.path)).delete("price = 5")
-        events.publish(p, (day(2), 2))
+        events.append(p, (day(2), 2))
         catch_up(p, without)
     with project(lakehouse, events.asset, after) as p:
         assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).has_any
@@ -232,11 +232,11 @@ def test_a_dynamic_partition_that_is_removed_and_added_again(
     lines = lines_of(events, namespace, parts)
     with project(lakehouse, events.asset, lines) as p:
         p.instance.add_dynamic_partitions(parts.name or "", ["a", "b"])
-        events.publish(p, ("a", 1), ("b", 2))
+        events.append(p, ("a", 1), ("b", 2))
         catch_up(p, lines)
         p.instance.delete_dynamic_partition(parts.name or "", "b")
         lakehouse.catalog().load_table(tuple(events.key.path)).delete("price = 2")
-        events.publish(p, ("a", 3))
+        events.append(p, ("a", 3))
         catch_up(p, lines)
         p.instance.add_dynamic_partitions(parts.name or "", ["b"])
         catch_up(p, lines)
@@ -250,9 +250,9 @@ def test_main_is_set_back_to_before_the_consumers_run(
     """Only commits of this test are taken from `main`, which other tests of the worker use as well."""
     lines = lines_of(events, namespace, None)
     with project(lakehouse, events.asset, lines) as p:
-        events.publish(p, (day(2), 1))
+        events.append(p, (day(2), 1))
         catch_up(p, lines)
-        events.publish(p, (day(3), 2))
+        events.append(p, (day(3), 2))
         before = lakehouse.nessie.reference(MAIN).hash
         catch_up(p, lines)
         assign_main(lakehouse, before)
@@ -271,7 +271,7 @@ def test_the_first_snapshot_of_an_input_of_the_same_run_expires(
             p.settle(p.run(events.key, lines.key))
         table = lakehouse.catalog().load_table(tuple(events.key.path))
         first = table.metadata.snapshots[0].snapshot_id
-        events.publish(p, (day(4), 1))
+        events.append(p, (day(4), 1))
         table = lakehouse.catalog().load_table(tuple(events.key.path))
         table.maintenance.expire_snapshots().by_id(first).commit()
         catch_up(p, lines)
@@ -296,13 +296,13 @@ def test_ranges_over_dates_and_time_stamps(lakehouse: Lakehouse, namespace: str)
         return rows.group_by("day").agg(pl.col("price").sum())
 
     with project(lakehouse, days.asset, moments.asset, local.asset, sums) as p:
-        days.publish(p, (day(2), 1), (day(3), 1))
-        moments.publish(p, (datetime(2026, 8, 2, 12), 10))
-        local.publish(p, (datetime(2026, 8, 3, 12), 100))
+        days.append(p, (day(2), 1), (day(3), 1))
+        moments.append(p, (datetime(2026, 8, 2, 12), 10))
+        local.append(p, (datetime(2026, 8, 3, 12), 100))
         catch_up(p, sums)
-        days.publish(p, (day(4), 1))
-        moments.publish(p, (datetime(2026, 8, 3, 1), 10))
-        local.publish(p, (datetime(2026, 8, 4, 1), 100))
+        days.append(p, (day(4), 1))
+        moments.append(p, (datetime(2026, 8, 3, 1), 10))
+        local.append(p, (datetime(2026, 8, 4, 1), 100))
         catch_up(p, sums)
         assert values(p, sums) == [(day(2), 11), (day(3), 111), (day(4), 101)]
 
@@ -324,7 +324,7 @@ def test_a_run_without_changed_keys_opens_no_data_file(lakehouse: Lakehouse, nam
     orders = Source(namespace)
     sums = sums_of(orders, namespace)
     with project(lakehouse, orders.asset, sums) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, sums)
         table = lakehouse.catalog().load_table(tuple(orders.key.path))
         for task in table.scan().plan_files():
@@ -356,9 +356,9 @@ def test_a_column_that_decides_what_changed_is_renamed(
 
     renamed = "account" if pattern == "keys" else "day"
     with project(lakehouse, orders.asset, sums) as p:
-        orders.publish(p, ("a", day(2), 1))
+        orders.append(p, ("a", day(2), 1))
         published(p, sums)
-        orders.publish(p, ("a", day(3), 1))
+        orders.append(p, ("a", day(3), 1))
         with lakehouse.catalog().load_table(tuple(orders.key.path)).update_schema() as update:
             update.rename_column(renamed, "other")
         p.run(sums.key, ok=False)
@@ -399,9 +399,9 @@ def test_an_asset_that_writes_its_partitions_by_itself(
             table.append(added)
 
     with project(lakehouse, events.asset, lines) as p:
-        events.publish(p, (day(2), 1), (day(3), 1))
+        events.append(p, (day(2), 1), (day(3), 1))
         catch_up(p, lines)
-        events.publish(p, (day(2), 2), (day(3), 3), (day(4), 4))
+        events.append(p, (day(2), 2), (day(3), 3), (day(4), 4))
         catch_up(p, lines)
         expected = [(day(2), 1), (day(2), 2), (day(3), 1), (day(3), 3), (day(4), 4)]
         assert values(p, lines) == expected
@@ -433,8 +433,8 @@ def test_a_new_partition_is_computed_from_an_input_without_its_column(
     short = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-04")
     before, after = paid_of(short), paid_of(DAYS)
     with project(lakehouse, events.asset, rates.asset, before) as p:
-        events.publish(p, (day(2), 1), (day(5), 5))
-        rates.publish(p, (10,))
+        events.append(p, (day(2), 1), (day(5), 5))
+        rates.append(p, (10,))
         catch_up(p, before)
         assert values(p, before) == [(day(2), 10)]
     with project(lakehouse, events.asset, rates.asset, after) as p:

@@ -62,7 +62,7 @@ def test_an_upsert_follows_updates_and_deletes(
 ) -> None:
     cents = cents_of(orders, namespace, spark=spark)
     with project(lakehouse, orders.asset, cents) as p:
-        orders.publish(p, ("a", 1), ("b", 2), ("c", 3))
+        orders.append(p, ("a", 1), ("b", 2), ("c", 3))
         published(p, cents)
         delete(lakehouse, orders, "account = 'a' or account = 'b'")
         append(lakehouse, orders, ("b", 20), ("d", 4))
@@ -89,7 +89,7 @@ def test_rows_that_a_rewritten_file_carries_along_are_not_computed_again(
         return orders
 
     with project(lakehouse, orders.asset, cents) as p:
-        orders.publish(p, ("a", 1), ("b", 2), ("c", 3))
+        orders.append(p, ("a", 1), ("b", 2), ("c", 3))
         published(p, cents)
         delete(lakehouse, orders, "account = 'a'")  # writes the file of all three again
         append(lakehouse, orders, ("d", 5))
@@ -103,7 +103,7 @@ def test_a_row_that_another_one_of_its_key_outlives(
 ) -> None:
     cents = cents_of(orders, namespace)
     with project(lakehouse, orders.asset, cents) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         published(p, cents)
         append(lakehouse, orders, ("a", 2))
         published(p, cents)
@@ -170,7 +170,7 @@ def test_a_row_that_moves_to_another_partition(
     days = ["2026-01-01", "2026-01-02"]
     one, two = map(date.fromisoformat, days)
     with project(lakehouse, orders.asset, asset) as p:
-        orders.publish(p, (one, "a", 1), (one, "b", 2), (two, "c", 3))
+        orders.append(p, (one, "a", 1), (one, "b", 2), (two, "c", 3))
         for day in days:
             published(p, asset, partition=day)
         delete(lakehouse, orders, "account = 'a'")
@@ -192,7 +192,7 @@ def test_an_input_without_the_keys_stops_the_consumer(
         return orders.rename({"account": "name"})
 
     with project(lakehouse, orders.asset, lines) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         published(p, lines)
         delete(lakehouse, orders, "account = 'a'")
         p.run(lines.key, ok=False)
@@ -207,7 +207,7 @@ def test_an_upsert_may_choose_otherwise(
 ) -> None:
     cents = cents_of(orders, namespace, when_removed=how)
     with project(lakehouse, orders.asset, cents) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         published(p, cents)
         delete(lakehouse, orders, "account = 'a'")
         append(lakehouse, orders, ("c", 3))
@@ -259,7 +259,7 @@ def test_removed_rows_rebuild_a_table(
         metadata=table_metadata(**mode, **FREE) | consumes({orders.key: "rows"}, when_removed="rebuild"),
     )(lines)
     with project(lakehouse, orders.asset, asset) as p:
-        orders.publish(p, ("a", 1), ("b", 2))
+        orders.append(p, ("a", 1), ("b", 2))
         published(p, asset)
         append(lakehouse, orders, ("c", 3))
         published(p, asset)
@@ -290,8 +290,8 @@ def test_only_partitions_with_removed_rows_are_rebuilt(
 
     one, two = (date.fromisoformat(day) for day in ("2026-01-01", "2026-01-02"))
     with project(lakehouse, orders.asset, lines) as p:
-        orders.publish(p, (one, "a", 1), (one, "b", 2))
-        orders.publish(p, (two, "c", 3))
+        orders.append(p, (one, "a", 1), (one, "b", 2))
+        orders.append(p, (two, "c", 3))
         for day in ("2026-01-01", "2026-01-02"):
             published(p, lines, partition=day)
         seen.clear()

@@ -62,7 +62,7 @@ def test_a_failed_partition_is_launched_again_under_keys_of_its_own(
     daily.broken = {"2026-08-01"}
     with project(lakehouse, daily.events.asset, daily.asset) as p:
         for number in (1, 2):
-            daily.events.publish(p, (date(2026, 8, number), number))
+            daily.events.append(p, (date(2026, 8, number), number))
         ticks = Ticks(p, target=[daily.asset], retries=2, retry_delay_seconds=0.0)
         first, second = ticks.tick()
         assert [one.partition_key for one in (first, second)] == ["2026-08-01", "2026-08-02"]
@@ -88,7 +88,7 @@ def test_no_more_than_the_retries_are_launched_and_the_next_change_is(
     daily = Daily(namespace)
     daily.broken = {"2026-08-01"}
     with project(lakehouse, daily.events.asset, daily.asset) as p:
-        daily.events.publish(p, (date(2026, 8, 1), 1))
+        daily.events.append(p, (date(2026, 8, 1), 1))
         ticks = Ticks(p, target=[daily.asset], retries=1, retry_delay_seconds=0.0)
         for _ in range(2):
             (request,) = ticks.tick()
@@ -99,7 +99,7 @@ def test_no_more_than_the_retries_are_launched_and_the_next_change_is(
         assert run[:8] in row["launch"]
         assert ticks.tick() == []
         assert ticks.told == []  # the page says it already
-        daily.events.publish(p, (date(2026, 8, 1), 1))
+        daily.events.append(p, (date(2026, 8, 1), 1))
         assert len(ticks.tick()) == 1
 
 
@@ -107,7 +107,7 @@ def test_without_retries_or_before_the_delay_a_failed_run_waits(lakehouse: Lakeh
     daily = Daily(namespace)
     daily.broken = {"2026-08-01"}
     with project(lakehouse, daily.events.asset, daily.asset) as p:
-        daily.events.publish(p, (date(2026, 8, 1), 1))
+        daily.events.append(p, (date(2026, 8, 1), 1))
         (request,) = Ticks(p, target=[daily.asset]).tick()
         launch(p, request, ok=False)
         assert Ticks(p, target=[daily.asset]).tick() == []
@@ -134,10 +134,10 @@ def test_a_refused_run_is_tried_again_and_a_blocked_one_is_not(
         yield dg.AssetCheckResult(passed=fate != "blocked", check_name="good")
 
     with project(lakehouse, orders.asset, spent) as p:
-        orders.publish(p, ("a", 1))
+        orders.append(p, ("a", 1))
         if fate == "refused":
             published(p, spent)
-            orders.publish(p, ("a", 2))
+            orders.append(p, ("a", 2))
         ticks = Ticks(p, target=[spent], retries=1, retry_delay_seconds=0.0)
         (request,) = ticks.tick()
         run = p.run(spent.key, tags={"dagster/run_key": str(request.run_key)})
@@ -153,10 +153,10 @@ def test_a_refused_run_is_tried_again_and_a_blocked_one_is_not(
 def test_the_page_lists_each_partition_with_what_it_has_left(lakehouse: Lakehouse, namespace: str) -> None:
     daily = Daily(namespace, dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-09-01"))
     with project(lakehouse, daily.events.asset, daily.asset) as p:
-        daily.events.publish(p, (date(2026, 8, 1), 1))
+        daily.events.append(p, (date(2026, 8, 1), 1))
         published(p, daily.asset, partition="2026-08-01")
-        daily.events.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 1), 2))
-        daily.events.publish(p, (date(2026, 8, 2), 3))
+        daily.events.append(p, (date(2026, 8, 1), 1), (date(2026, 8, 1), 2))
+        daily.events.append(p, (date(2026, 8, 2), 3))
         time.sleep(1)  # ages are whole seconds
         ticks = Ticks(p, target=[daily.asset], min_rows=100)
         ticks.tick()
@@ -168,7 +168,7 @@ def test_the_page_lists_each_partition_with_what_it_has_left(lakehouse: Lakehous
         }
         assert all(row["age_s"] > 0 and "min_rows=100" in row["launch"] for row in rows.values())
         assert f"{namespace}.events@" in rows["2026-08-01"]["position"]
-        daily.events.publish(p, *((date(2026, 8, number), number) for number in range(1, 32)))
+        daily.events.append(p, *((date(2026, 8, number), number) for number in range(1, 32)))
         ticks.tick()
         (told,) = ticks.told
         assert len(table_of(told)) == SHOWN_PARTITIONS

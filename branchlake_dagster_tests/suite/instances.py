@@ -8,6 +8,7 @@ and two Python processes and waits for their end: a third of a small run's time,
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,16 +24,20 @@ from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS, SqliteEv
 
 
 @contextmanager
-def new_instance() -> Iterator[dg.DagsterInstance]:
+def new_instance(copied_from: Path | None = None) -> Iterator[dg.DagsterInstance]:
     """As `dg.instance_for_test()`: SQLite in a folder of its own, which is DAGSTER_HOME and goes.
 
-    The output of steps is not captured.
+    The output of steps is not captured. `copied_from`: the folder of another instance, whose runs and events
+    this one has as well.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for name, content in _empty_databases().items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        if copied_from is not None:
+            shutil.copytree(copied_from, folder, dirs_exist_ok=True)
+        else:
+            for name, content in _empty_databases().items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
         with dg.instance_for_test(overrides=NO_COMPUTE_LOGS, temp_dir=folder) as instance:
             yield instance
 

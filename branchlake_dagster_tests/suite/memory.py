@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -55,16 +56,29 @@ class NamedTransport(DirectTransport):
         self.uri = uri
 
 
-@pytest.fixture
-def in_memory_nessie() -> Iterator[NessieClient]:
-    """A client of an empty Nessie in memory, which all of this process have that name its address."""
+@contextmanager
+def serve(server: InMemoryNessie) -> Iterator[NessieClient]:
+    """A client of a server in memory, which all of this process have that name its address."""
     uri = f"http://{uuid.uuid4().hex}.invalid/api/v2"
-    transport = NamedTransport(SharedNessie(), uri)
-    client = NessieClient(uri, transport=transport, retry=RetryPolicy(budget=RetryBudget()))
+    client = NessieClient(uri, transport=NamedTransport(server, uri), retry=RetryPolicy(budget=RetryBudget()))
     key = (os.getpid(), uri, None, True)
     lakehouses._clients[key] = client
     yield client
     del lakehouses._clients[key]
+
+
+def open_lake(client: NessieClient, folder: Path) -> Lakehouse:
+    """The lake of a server in memory, whose files are in `folder`; its `main` has a first commit."""
+    lake = Lakehouse(Settings(state_dir=folder, nessie_uri=client.uri), start=False)
+    ensure_main_has_commit(lake.nessie)
+    return lake
+
+
+@pytest.fixture
+def in_memory_nessie() -> Iterator[NessieClient]:
+    """A client of an empty Nessie in memory, which all of this process have that name its address."""
+    with serve(SharedNessie()) as client:
+        yield client
 
 
 @pytest.fixture
@@ -73,7 +87,4 @@ def lakehouse(request: pytest.FixtureRequest, in_memory_nessie: NessieClient, tm
     if tiers.tier_of(request.node) != tiers.IN_MEMORY:
         found: Lakehouse = request.getfixturevalue("lakehouse")
         return found
-    settings = Settings(state_dir=tmp_path / "state", nessie_uri=in_memory_nessie.uri)
-    lake = Lakehouse(settings, start=False)
-    ensure_main_has_commit(lake.nessie)
-    return lake
+    return open_lake(in_memory_nessie, tmp_path / "state")
