@@ -29,6 +29,7 @@ from branchlake_dagster_tests.suite.instances import (
     copy_run_databases,
     do_not_wait_for_the_disk,
     prepare_engine,
+    remember_model_fields,
 )
 from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
@@ -63,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     keep_sqlite_connections(prepare_engine)
     copy_run_databases()
     do_not_wait_for_the_disk()
+    remember_model_fields()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:
         lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])

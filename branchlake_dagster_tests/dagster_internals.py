@@ -2,6 +2,9 @@
 
 import sys
 
+from dagster._config.pythonic_config import config as _config_of_models
+from dagster._config.pythonic_config import conversion_utils as _conversions_of_models
+from dagster._config.pythonic_config import resource as _resources_of_models
 from dagster._core.code_pointer import FileCodePointer
 from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
 from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraphSubset
@@ -39,6 +42,10 @@ from dagster._daemon.types import DaemonHeartbeat
 from dagster._serdes import whitelist_for_serdes
 
 
+MODULES_WITH_MODEL_FIELDS = (_config_of_models, _conversions_of_models, _resources_of_models)
+"""They have a name `model_fields`, the function that wraps the fields of a Pydantic class."""
+
+
 def whitelisted_classes() -> set[str]:
     """The names under which Dagster reads stored objects, in this process."""
     known = sys.modules[whitelist_for_serdes.__module__]._WHITELIST_MAP
@@ -54,6 +61,7 @@ CONSOLIDATED_EVENT_LOG = {
 __all__ = [
     "COMPUTE_LOGS",
     "CONSOLIDATED_EVENT_LOG",
+    "MODULES_WITH_MODEL_FIELDS",
     "NO_COMPUTE_LOGS",
     "AssetBackfillData",
     "AssetDaemonCursor",

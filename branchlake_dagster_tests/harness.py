@@ -27,6 +27,8 @@ from branchlake_dagster_tests.dagster_internals import (
     create_execution_plan,
     execute_run,
 )
+from branchlake_dagster_tests.simulation.history import Pointer
+from branchlake_dagster_tests.simulation.transport import DirectTransport
 from branchlake_dagster_tests.suite.instances import new_instance
 
 
@@ -124,6 +126,9 @@ def retry(
 
 def assign_main(lake: Lakehouse, to: str) -> None:
     """What `ASSIGN BRANCH` does, which our client has no need of."""
+    if isinstance(lake.nessie._transport, DirectTransport):
+        lake.nessie._transport.server.history.references[MAIN] = Pointer("BRANCH", to)
+        return
     head = lake.nessie.reference(MAIN).hash
     request = urllib.request.Request(
         f"{lake.nessie.uri}/trees/{MAIN}@{head}?type=BRANCH",

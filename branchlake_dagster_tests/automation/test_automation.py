@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchlake_dagster.errors import ConfigurationError
@@ -524,6 +524,7 @@ def test_a_position_survives_as_text() -> None:
 
 
 @pytest.mark.long
+@settings(max_examples=40)
 @given(
     delays=st.lists(st.integers(0, REREAD_EVENT_IDS - 1), min_size=1, max_size=30),
     gaps=st.lists(st.integers(1, 400), min_size=30, max_size=30),

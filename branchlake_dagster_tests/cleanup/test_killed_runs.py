@@ -1,5 +1,6 @@
 """Real processes that are killed or cancelled: nothing on `main`, their branches are reaped, their files go."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster_tests.harness import Project, retry
 
 pytestmark = pytest.mark.chaos
 
@@ -155,45 +157,26 @@ def test_a_cancelled_run_leaves_nothing(own_lake: Lakehouse, run: Run) -> None:
     assert {ref.name for ref in own_lake.nessie.references()} == {MAIN}
 
 
-def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> None:
+def test_a_killed_run_is_continued_by_a_retry(
+    own_lake: Lakehouse, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.end(signal.SIGKILL)
     time.sleep(1)
+    # As in the UI's code server, which has the definitions.
+    for name in ("TEST_NAMESPACE", "BRANCHLAKE_STATE_DIR"):
+        monkeypatch.setenv(name, run.environment[name])
+    monkeypatch.delitem(sys.modules, _PROJECT, raising=False)  # it reads its namespace when it is imported
+    definitions = importlib.import_module(_PROJECT).defs
     with dg.DagsterInstance.get() as instance:
         list(reap_branches(own_lake, instance))
-        environment = {name: value for name, value in run.environment.items() if name != "TEST_READY"}
-        # As the UI does, in a process that has the definitions.
-        script = (
-            "import dagster as dg\n"
-            "from branchlake_dagster_tests.dagster_internals import create_execution_plan, execute_run\n"
-            "from branchlake_dagster_tests.dagster_internals import InMemoryJob\n"
-            "from branchlake_dagster_tests.dagster_internals import KnownExecutionState\n"
-            f"from {_PROJECT} import defs\n"
-            "job = defs.resolve_implicit_global_asset_job_def()\n"
-            "with dg.DagsterInstance.get() as instance:\n"
-            f"    parent = instance.get_run_by_id('{run.run_id}')\n"
-            "    steps, known = KnownExecutionState.build_resume_retry_reexecution(instance, parent)\n"
-            "    plan = create_execution_plan(job, step_keys_to_execute=steps, known_state=known)\n"
-            "    again = instance.create_run_for_job(job, execution_plan=plan, parent_run_id=parent.run_id,\n"
-            "        root_run_id=parent.run_id, tags=dict(parent.tags))\n"
-            "    done = execute_run(InMemoryJob(job), again, instance)\n"
-            "    assert done.success\n"
-            "    print(again.run_id)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        again = retry(Project(own_lake, instance, definitions), run.run_id)
         tags = run.tags(instance)
         assert tags[RunTag.VERDICT] == "continued"
-        assert done.stdout.split()[-1] in tags[RunTag.REASON]
-        own = run_branch_name(done.stdout.split()[-1])
-        namespace = environment["TEST_NAMESPACE"]
+        assert again in tags[RunTag.REASON]
+        namespace = run.environment["TEST_NAMESPACE"]
         for name in ("first", "second"):
-            assert own_lake.catalog(own).load_table((namespace, name)).scan().to_arrow().num_rows == 1
+            table = own_lake.catalog(run_branch_name(again)).load_table((namespace, name))
+            assert table.scan().to_arrow().num_rows == 1
 
 
 def ticks(lake: Lakehouse, instance: dg.DagsterInstance) -> Iterator[str]:

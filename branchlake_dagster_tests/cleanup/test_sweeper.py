@@ -30,11 +30,10 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
 from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name, take_over_branch
-from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.table_files import TableFiles, is_in_folders, normalize_location
-from branchlake_dagster_tests.publication.rebase.test_other_writers import assign_main
+from branchlake_dagster_tests.harness import assign_main
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -861,26 +860,16 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
 # -- main was set back -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
-    """A lake whose `main` may be set back; no Spark."""
-    lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic"))
-    ensure_main_has_commit(lake.nessie)
-    yield lake
-    lake.servers.stop_all()
-
-
-@pytest.mark.nessie
 @pytest.mark.parametrize("publication", [True, False], ids=["published", "written to main directly"])
 @pytest.mark.parametrize("recorded", ["by snapshots", "by Dagster", "nowhere"])
 def test_what_main_has_lost_is_not_taken_for_the_work_of_a_discarded_run(
-    own_lake: Lakehouse, namespace: str, publication: bool, recorded: str
+    lakehouse: Lakehouse, namespace: str, publication: bool, recorded: str
 ) -> None:
     """Set back, `main` shares only older commits with the branch. Those in between have one parent each."""
-    lake = Lake(own_lake, namespace)
+    lake = Lake(lakehouse, namespace)
     before = lake.nessie.reference(MAIN).hash
     properties = {"commit.property.branchlake.publication_id": "p"} if publication else {}
-    own_lake.catalog(MAIN, properties=properties).load_table((namespace, "t")).append(ROWS)
+    lakehouse.catalog(MAIN, properties=properties).load_table((namespace, "t")).append(ROWS)
     on_main = lake.files()
     branch = lake.branch("discarded")
     base = lake.nessie.reference(MAIN).hash
@@ -889,11 +878,11 @@ def test_what_main_has_lost_is_not_taken_for_the_work_of_a_discarded_run(
     if recorded == "by Dagster":
         lake.record(branch, base)
     lake.discard(branch)
-    assign_main(own_lake, before)
+    assign_main(lakehouse, before)
     (kept,) = lake.sweep()
     assert not kept.done
     assert on_main <= lake.files()
-    assign_main(own_lake, base)
+    assign_main(lakehouse, base)
     assert lake.rows() == [1, 1, 2, 2, 3, 3]
     (done,) = lake.sweep()
     assert done.done

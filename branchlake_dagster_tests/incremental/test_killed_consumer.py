@@ -39,9 +39,12 @@ class Consumer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        catalog = lake.catalog()
-        catalog.create_namespace(namespace)
-        catalog.create_table((namespace, "orders"), pa.schema([("token", pa.int64())]))
+
+    def prepare(self) -> None:
+        ensure_main_has_commit(self.lake.nessie)
+        catalog = self.lake.catalog()
+        catalog.create_namespace(self.namespace)
+        catalog.create_table((self.namespace, "orders"), pa.schema([("token", pa.int64())]))
 
     def does(self, what: str, place: str = "-") -> int:
         assert self.process.stdin is not None
@@ -75,8 +78,8 @@ def consumer(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) ->
     }.items():
         monkeypatch.setenv(name, value)
     lake = Lakehouse(Settings())
-    ensure_main_has_commit(lake.nessie)
-    found = Consumer(lake, namespace)
+    found = Consumer(lake, namespace)  # its process imports while the server starts
+    found.prepare()
     yield found
     found.process.kill()
     found.process.communicate()

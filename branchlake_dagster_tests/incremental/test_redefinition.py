@@ -15,10 +15,9 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.errors import InputColumnGone
-from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.harness import Project, assign_main, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
-from branchlake_dagster_tests.publication.rebase.test_other_writers import assign_main
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse

@@ -21,6 +21,8 @@ from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
 
+APPEND = {"write_mode": "append"}
+UPSERT = {"write_mode": "upsert", "keys": ["name"]}
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 
 
@@ -240,8 +242,16 @@ def test_only_an_upsert_can_apply_what_has_gone(
         declare()
 
 
-@pytest.mark.parametrize("mode", [{"write_mode": "append"}, {"write_mode": "upsert", "keys": ["name"]}])
-@pytest.mark.parametrize("spark", [False, pytest.param(True, marks=pytest.mark.spark)])
+@pytest.mark.parametrize(
+    ("spark", "mode"),
+    [
+        (False, APPEND),
+        (False, UPSERT),
+        # An append without Spark shows what this one does.
+        pytest.param(True, APPEND, marks=[pytest.mark.spark, pytest.mark.soak]),
+        pytest.param(True, UPSERT, marks=pytest.mark.spark),
+    ],
+)
 def test_removed_rows_rebuild_a_table(
     lakehouse: Lakehouse, namespace: str, orders: Source, spark: bool, mode: dict[str, Any]
 ) -> None:

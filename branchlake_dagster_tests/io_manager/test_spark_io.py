@@ -497,7 +497,8 @@ def test_the_bounds_of_time_keys_are_used_if_many_rows_may_match(
     [
         pytest.param([("a", 7, 1), ("a", 7, 2)], id="duplicate"),
         pytest.param([("a", None, 1)], id="null"),
-        pytest.param([("a", None, 1), ("a", None, 2)], id="two nulls"),
+        # Both of them at once.
+        pytest.param([("a", None, 1), ("a", None, 2)], id="two nulls", marks=pytest.mark.soak),
     ],
 )
 def test_a_bad_key_stops_an_upsert(

@@ -36,6 +36,8 @@ defs = dg.Definitions.merge(
 
 
 if __name__ == "__main__":
+    while os.environ["TEST_WRITER"] == "second" and not (FOLDER / "stopped").exists():
+        time.sleep(0.02)
     with dg.DagsterInstance.get() as instance:
         done = defs.resolve_implicit_global_asset_job_def().execute_in_process(
             instance=instance, raise_on_error=False

@@ -54,15 +54,18 @@ def place(
 def test_a_holder_that_stood_still_for_too_long_writes_nothing(
     lakehouse: Lakehouse, namespace: str, place: dict[str, str], tmp_path: Path
 ) -> None:
-    first = subprocess.Popen([sys.executable, "-m", _PROJECT], env={**place, "TEST_WRITER": "first"})
+    # Both import what they need at once; the second one begins when it is told to.
+    first, other = (
+        subprocess.Popen([sys.executable, "-m", _PROJECT], env={**place, "TEST_WRITER": writer})
+        for writer in ("first", "second")
+    )
     try:
         until((tmp_path / "holds").exists, first)
         first.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         # The second one asks while the first is thought to be alive, waits out its silence and publishes.
-        subprocess.run(
-            [sys.executable, "-m", _PROJECT], env={**place, "TEST_WRITER": "second"}, check=True, timeout=200
-        )
+        (tmp_path / "stopped").touch()
+        assert other.wait(200) == 0
         second = (tmp_path / "second.run").read_text()
         from branchlake_dagster_tests.runs.paused_project import defs
 
@@ -87,8 +90,9 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             assert ended is not None
             assert ended.state is RunState.DISCARDED
     finally:
-        first.kill()
-        first.wait()
+        for process in (first, other):
+            process.kill()
+            process.wait()
     found = lakehouse.catalog(MAIN).load_table((namespace, "merged")).scan().to_arrow()
     assert found.column("writer").to_pylist() == ["second"]
     contents = lakehouse.nessie.contents(MAIN, lease_keys([namespace]))

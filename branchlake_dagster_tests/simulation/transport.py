@@ -17,7 +17,7 @@ class DirectTransport:
     uri = "http://in.memory/api/v2"
 
     def __init__(self, server: InMemoryNessie) -> None:
-        self._server = server
+        self.server = server
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -34,7 +34,7 @@ class DirectTransport:
         body: Mapping[str, Any] | None = None,
     ) -> T:
         """As the real transport's."""
-        status, payload = self._server.answer(method, path, params or {}, body)
+        status, payload = self.server.answer(method, path, params or {}, body)
         if status == 200:
             return decode(payload)
         raise transport.error_from_answer(status, payload, action=action, changes=changes, server=self.uri)

@@ -11,16 +11,22 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
+from pydantic_settings.sources import base as settings_source
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.pool import NullPool
 
-from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS, SqliteEventLogStorage
+from branchlake_dagster_tests.dagster_internals import (
+    MODULES_WITH_MODEL_FIELDS,
+    NO_COMPUTE_LOGS,
+    SqliteEventLogStorage,
+)
 
 
 @contextmanager
@@ -115,6 +121,25 @@ def _connected_engine() -> Engine:
     engine = create_engine("sqlite://")
     with engine.connect():
         return engine
+
+
+def remember_model_fields() -> None:
+    """Let Dagster wrap the fields of a class of resources once, and Pydantic look once at the type of a setting.
+
+    They do it anew for each resource and each settings object, an eighth of what a small test computes.
+    """
+    wrap = cache(MODULES_WITH_MODEL_FIELDS[0].model_fields)
+    for module in MODULES_WITH_MODEL_FIELDS:
+        module.model_fields = wrap
+    is_complex: Callable[..., bool] = settings_source._annotation_is_complex
+    is_complex_alone = cache(lambda annotation: is_complex(annotation, []))
+
+    def look_once(annotation: Any, metadata: list[Any], init_state: Any = None) -> bool:
+        if metadata or not isinstance(annotation, Hashable):
+            return is_complex(annotation, metadata, init_state)
+        return is_complex_alone(annotation)
+
+    settings_source._annotation_is_complex = look_once
 
 
 def do_not_wait_for_the_disk() -> None:

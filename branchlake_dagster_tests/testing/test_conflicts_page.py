@@ -144,7 +144,11 @@ def test_they_upsert_different_keys_and_the_same(shop: Shop) -> None:
     assert shop.on_main("colors", "c") == ["green", "sea", "sky"]
 
 
-@pytest.mark.parametrize("adding_one_is_first", [True, False])
+@pytest.mark.parametrize(
+    "adding_one_is_first",
+    # In this order: publication/rebase/test_rebase.py::test_new_columns_travel_with_the_run.
+    [pytest.param(True, marks=pytest.mark.soak), False],
+)
 def test_one_adds_a_column(shop: Shop, adding_one_is_first: bool) -> None:
     shop.table("taxed", write_mode="append")
     shop.start(taxed=[{"n": 1}])

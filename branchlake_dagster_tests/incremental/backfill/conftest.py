@@ -77,6 +77,8 @@ def p(request: pytest.FixtureRequest, lakehouse: Lakehouse, pipeline: Pipeline) 
         return
     found: PublishedPipeline = request.getfixturevalue("published_pipeline")
     found.server.history.references = deepcopy(found.references)
-    with new_instance(found.instance) as instance:
-        with project(found.lake, *pipeline.assets, instance=instance) as made:
-            yield made
+    with (
+        new_instance(found.instance) as instance,
+        project(found.lake, *pipeline.assets, instance=instance) as made,
+    ):
+        yield made

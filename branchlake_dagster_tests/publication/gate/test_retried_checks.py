@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import dagster as dg
 import pytest
@@ -16,14 +15,13 @@ from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG, N
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
 from branchlake_dagster_tests.suite import memory
-from branchlake_dagster_tests.suite.instances import new_instance
 
 lakehouse = memory.lakehouse
 
 
-@contextmanager
+@pytest.fixture(scope="module")
 def consolidated_instance() -> Iterator[dg.DagsterInstance]:
-    """An instance whose event log is one SQLite database, so one counter, for all runs."""
+    """An instance whose event log is one SQLite database, so one counter, for all runs of the module."""
     with tempfile.TemporaryDirectory() as folder:
         storage = {**CONSOLIDATED_EVENT_LOG, "config": {"base_dir": folder}}
         with dg.instance_for_test(overrides={"event_log_storage": storage, **NO_COMPUTE_LOGS}) as instance:
@@ -35,9 +33,11 @@ def amounts(namespace: str) -> Amounts:
     return Amounts(namespace)
 
 
-@pytest.fixture(params=[new_instance, consolidated_instance], ids=["default", "consolidated"])
+@pytest.fixture(params=["default", "consolidated"])
 def p(lakehouse: Lakehouse, amounts: Amounts, request: pytest.FixtureRequest) -> Iterator[Project]:
-    with request.param() as instance, project(lakehouse, *amounts.definitions, instance=instance) as found:
+    consolidated = request.param == "consolidated"
+    instance = request.getfixturevalue("consolidated_instance") if consolidated else None
+    with project(lakehouse, *amounts.definitions, instance=instance) as found:
         yield found
 
 

@@ -27,8 +27,9 @@ from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import assign_main, project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
+from branchlake_dagster_tests.suite import memory
 
-pytestmark = pytest.mark.spark
+lakehouse = memory.lakehouse
 
 COMPACTION = "CALL nessie.system.rewrite_data_files(table => '{name}', options => map('rewrite-all', 'true'))"
 MANIFESTS = "CALL nessie.system.rewrite_manifests(table => '{name}')"
@@ -52,42 +53,53 @@ def refused(bench: Workbench, run: Run, *partitions: str, code: str = "") -> Non
 # -- rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("statement", "after_a", "main"),
-    [
-        ("INSERT INTO {t} VALUES ('a', 3)", False, [("a", 1), ("a", 2), ("a", 3), ("b", 4)]),
-        ("INSERT INTO {t} VALUES ('b', 5)", True, [("a", 10), ("b", 4), ("b", 5)]),
-        ("UPDATE {t} SET id = 7 WHERE id = 2", False, [("a", 1), ("a", 7), ("b", 4)]),
-        ("UPDATE {t} SET id = 7 WHERE id = 4", True, [("a", 10), ("b", 7)]),
-        ("UPDATE {t} SET day = 'a' WHERE id = 4", False, [("a", 1), ("a", 2), ("a", 4)]),
-        ("DELETE FROM {t} WHERE id = 2", False, [("a", 1), ("b", 4)]),
-        ("DELETE FROM {t} WHERE day = 'b'", True, [("a", 10)]),
-        ("DELETE FROM {t}", False, []),
-        ("TRUNCATE TABLE {t}", False, []),
-        ("INSERT OVERWRITE {t} PARTITION (day = 'b') SELECT 6", True, [("a", 10), ("b", 6)]),
-    ],
-)
-def test_rows_changed_copy_on_write(
-    bench: Workbench, statement: str, after_a: bool, main: list[tuple[str, int]]
-) -> None:
-    """A run that replaced partition `a` is replayed unless `main` changed it; an append always is."""
-    bench.seeded([("a", 1), ("a", 2), ("b", 4)])
-    replacing, appending = bench.run(), bench.run()
-    replacing.replace("a", [("a", 10)])
-    appending.append([("a", 99)])
-    bench.sql(statement)
-    if after_a:
-        bench.published(replacing)
-    else:
-        refused(bench, replacing)
-    assert bench.rows() == main
-    bench.published(appending)
-    assert bench.rows() == sorted([*main, ("a", 99)])
+STATEMENTS: dict[str, tuple[bool, list[tuple[str, int]]]] = {
+    "INSERT INTO {t} VALUES ('a', 3)": (False, [("a", 1), ("a", 2), ("a", 3), ("b", 4)]),
+    "INSERT INTO {t} VALUES ('b', 5)": (True, [("a", 10), ("b", 4), ("b", 5)]),
+    "UPDATE {t} SET id = 7 WHERE id = 2": (False, [("a", 1), ("a", 7), ("b", 4)]),
+    "UPDATE {t} SET id = 7 WHERE id = 4": (True, [("a", 10), ("b", 7)]),
+    "UPDATE {t} SET day = 'a' WHERE id = 4": (False, [("a", 1), ("a", 2), ("a", 4)]),
+    "DELETE FROM {t} WHERE id = 2": (False, [("a", 1), ("b", 4)]),
+    "DELETE FROM {t} WHERE day = 'b'": (True, [("a", 10)]),
+    "DELETE FROM {t}": (False, []),
+    "TRUNCATE TABLE {t}": (False, []),
+    "INSERT OVERWRITE {t} PARTITION (day = 'b') SELECT 6": (True, [("a", 10), ("b", 6)]),
+}
+"""Statement -> whether a run that replaced partition `a` is published after it, and the rows of `main` then."""
+
+
+@pytest.mark.spark
+def test_rows_changed_copy_on_write(bench: Workbench) -> None:
+    """A run that replaced partition `a` is replayed unless `main` changed it; an append always is.
+
+    Each statement has a table of its own, and all of them one session.
+    """
+    tables = {f"t{number}": statement for number, statement in enumerate(STATEMENTS)}
+    first = bench.run()
+    for name in tables:
+        first.create(name)
+        first.append([("a", 1), ("a", 2), ("b", 4)], name)
+    bench.published(first)
+    replacing, appending = ({name: bench.run() for name in tables} for _ in range(2))
+    for name in tables:
+        replacing[name].replace("a", [("a", 10)], name)
+        appending[name].append([("a", 99)], name)
+    bench.sql(*(text.format(t=f"nessie.{bench.namespace}.{name}") for name, text in tables.items()))
+    for name, statement in tables.items():
+        is_replayed, main = STATEMENTS[statement]
+        (result,) = bench.publish(replacing[name])
+        assert isinstance(result, Published if is_replayed else Refused), (statement, result)
+        if isinstance(result, Refused):
+            assert [*result.conflicts] == [f"{bench.namespace}.{name}"], statement
+        assert bench.rows(name) == main, statement
+        bench.published(appending[name])
+        assert bench.rows(name) == sorted([*main, ("a", 99)]), statement
 
 
 # -- maintenance ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.spark
 def test_a_replacement_of_rows_that_were_compacted_is_mapped(bench: Workbench) -> None:
     """The run removed all files of its partitions; the new ones hold nothing else."""
     bench.seeded([("a", 1), ("b", 4)])
@@ -108,6 +120,7 @@ def test_a_replacement_of_rows_that_were_compacted_is_mapped(bench: Workbench) -
     assert bench.rows() == [("a", 10), ("b", 5), ("b", 6)]
 
 
+@pytest.mark.spark
 def test_a_whole_rewrite_of_an_unpartitioned_table_is_mapped_too(bench: Workbench) -> None:
     bench.seeded([("a", 1)], spec=FLAT)
     more = bench.run()
@@ -122,6 +135,7 @@ def test_a_whole_rewrite_of_an_unpartitioned_table_is_mapped_too(bench: Workbenc
     assert bench.rows() == [("a", 11), ("a", 12)]
 
 
+@pytest.mark.spark
 def test_one_of_the_compacted_files_is_restored_with_the_others(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     more = bench.run()
@@ -134,6 +148,7 @@ def test_one_of_the_compacted_files_is_restored_with_the_others(bench: Workbench
     assert bench.rows() == [("a", 1), ("a", 20)]
 
 
+@pytest.mark.spark
 @pytest.mark.parametrize("also", ["INSERT INTO {t} VALUES ('a', 3)", "DELETE FROM {t} WHERE id = 1"])
 def test_where_the_rows_cannot_be_proved_the_same_it_is_refused(bench: Workbench, also: str) -> None:
     bench.seeded([("a", 1)])
@@ -149,6 +164,7 @@ def test_where_the_rows_cannot_be_proved_the_same_it_is_refused(bench: Workbench
     assert bench.rows() == before
 
 
+@pytest.mark.spark
 def test_rewritten_manifests_cause_no_refusal(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     for number in (2, 3):
@@ -167,6 +183,7 @@ def test_rewritten_manifests_cause_no_refusal(bench: Workbench) -> None:
     assert bench.rows() == [("a", 10), ("b", 2), ("b", 3), ("b", 99)]
 
 
+@pytest.mark.spark
 def test_a_run_that_rewrote_manifests_only(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     more = bench.run()
@@ -182,6 +199,7 @@ def test_a_run_that_rewrote_manifests_only(bench: Workbench) -> None:
 # -- columns and tables --------------------------------------------------------------------------------
 
 
+@pytest.mark.spark
 def test_renamed_columns_are_followed_by_their_ids(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 2)])
     appending, replacing = bench.run(), bench.run()
@@ -193,6 +211,7 @@ def test_renamed_columns_are_followed_by_their_ids(bench: Workbench) -> None:
     assert bench.main().schema().column_names == ["day", "number"]
 
 
+@pytest.mark.spark
 def test_a_dropped_column_is_refused_by_name(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 2)])
     appending = bench.run()
@@ -202,6 +221,7 @@ def test_a_dropped_column_is_refused_by_name(bench: Workbench) -> None:
     assert bench.rows() == [("a",), ("b",), ("c",)]
 
 
+@pytest.mark.spark
 def test_dropped_and_created_again(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     appending, replacing = bench.run(), bench.run()
@@ -217,6 +237,7 @@ def test_dropped_and_created_again(bench: Workbench) -> None:
     assert bench.rows() == [("z", 26)]
 
 
+@pytest.mark.spark
 def test_a_replaced_definition_is_refused(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     appending, replacing = bench.run(), bench.run()
@@ -320,6 +341,7 @@ def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     lake.servers.stop_all()
 
 
+@pytest.mark.nessie
 def test_main_set_back_to_before_a_publication(own_lake: Lakehouse, namespace: str) -> None:
     """Whoever sets it back takes those rows out; a run from before goes on."""
     bench = Workbench(own_lake, namespace)
@@ -334,6 +356,7 @@ def test_main_set_back_to_before_a_publication(own_lake: Lakehouse, namespace: s
     assert bench.rows() == [("a", 1), ("a", 3)]
 
 
+@pytest.mark.nessie
 def test_main_set_back_below_a_runs_base(own_lake: Lakehouse, namespace: str) -> None:
     """Its base is not in main's history: what it saw is gone. It is refused, not tried again for ever."""
     bench = Workbench(own_lake, namespace)
@@ -350,6 +373,7 @@ def test_main_set_back_below_a_runs_base(own_lake: Lakehouse, namespace: str) ->
     assert bench.rows() == [("a", 1)]
 
 
+@pytest.mark.nessie
 def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: str, tmp_path: Path) -> None:
     """The run's branch and its base are unknown to the server; `main` is as it was backed up."""
     bench = Workbench(own_lake, namespace)

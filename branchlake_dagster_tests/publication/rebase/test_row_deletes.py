@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from pyiceberg.table import Table
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Published
@@ -13,10 +14,7 @@ from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
 pytestmark = pytest.mark.spark
 
-MERGE_ON_READ = (
-    "ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='merge-on-read',"
-    " 'write.update.mode'='merge-on-read', 'write.merge.mode'='merge-on-read')"
-)
+MERGE_ON_READ = {f"write.{what}.mode": "merge-on-read" for what in ("delete", "update", "merge")}
 COMPACTION = "CALL nessie.system.rewrite_data_files(table => '{name}', options => map('rewrite-all', 'true'))"
 DELETES_REWRITTEN = "CALL nessie.system.rewrite_position_delete_files(table => '{name}', options => map('rewrite-all', 'true'))"
 UPSERT = (
@@ -41,14 +39,19 @@ def seen(bench: Workbench) -> list[tuple[object, ...]]:
         session.stop()
 
 
+def set_properties(table: Table, properties: dict[str, str]) -> None:
+    with table.transaction() as change:
+        change.set_properties(properties)
+
+
 def seeded(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("a", 2), ("b", 3), ("b", 4)])
-    bench.sql(MERGE_ON_READ)
+    set_properties(bench.main(), MERGE_ON_READ)
 
 
 def rewriting(run: Run, how: str) -> None:
     """A change of the run's that removes the file of partition `a`, copy-on-write."""
-    run.sql("ALTER TABLE {t} SET TBLPROPERTIES ('write.merge.mode'='copy-on-write')")
+    set_properties(run.table(), {"write.merge.mode": "copy-on-write"})
     if how == "compaction":
         run.sql(COMPACTION)
     elif how == "upsert":
@@ -130,7 +133,7 @@ def test_deletes_from_before_the_base_are_the_runs_to_work_in(bench: Workbench) 
     bench.sql("DELETE FROM {t} WHERE id = 2")
     one, two = bench.run(), bench.run()
     rewriting(one, "compaction")
-    two.sql("ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='copy-on-write')")
+    set_properties(two.table(), {"write.delete.mode": "copy-on-write"})
     two.replace("b", [("b", 30)])
     bench.sql("INSERT INTO {t} VALUES ('c', 5)")
     bench.published(two)
@@ -148,7 +151,7 @@ def test_deletes_of_another_file_of_the_partition_cause_no_refusal(bench: Workbe
     more = bench.run()
     more.append([("a", 2), ("a", 3)])
     bench.published(more)
-    bench.sql(MERGE_ON_READ)
+    set_properties(bench.main(), MERGE_ON_READ)
     one, two = bench.run(), bench.run()
     for run, number in ((one, 1), (two, 3)):
         run.sql(COMPACTION.replace("options", f"where => 'id = {number}', options"))

@@ -67,15 +67,12 @@ def test_the_lock_records_its_holder(settings: Settings) -> None:
         assert holder(settings) == {"pid": os.getpid(), "since": 5.0}
 
 
-def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess.Popen[str]) -> None:
+def test_a_pass_that_works_is_waited_for_and_later_ones_continue_beside_a_stopped_one(
+    settings: Settings, stopped: subprocess.Popen[str]
+) -> None:
     with acquire_pass_lock(settings) as mine:
         assert not mine
     assert holder(settings)["pid"] == stopped.pid
-
-
-def test_later_passes_continue_beside_a_stopped_one(
-    settings: Settings, stopped: subprocess.Popen[str]
-) -> None:
     with acquire_pass_lock(settings, now=lambda: later(settings)) as mine:
         assert mine
         with acquire_pass_lock(settings, now=lambda: later(settings)) as third:

@@ -2,11 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import expr as pyspark_expr
@@ -42,6 +43,15 @@ def seeded(namespace: str, *names: str) -> list[dg.AssetsDefinition]:
     return [seed(name) for name in names]
 
 
+def seed(lake: Lakehouse, namespace: str, *names: str) -> None:
+    """Tables of one row, n = 0, that somebody outside branchlake has made."""
+    catalog = lake.catalog()
+    catalog.create_namespace(namespace)
+    row = pa.table({"n": pa.array([0], pa.int64())})
+    for name in names:
+        catalog.create_table((namespace, name), row.schema).append(row)
+
+
 def settled(p: Project, run_id: str) -> RunState:
     return p.settle(run_id).state
 
@@ -73,8 +83,7 @@ def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list
 
         return made
 
-    with project(lakehouse, *seeded(namespace, "a", "b")) as p:
-        settled(p, p.run())
+    seed(lakehouse, namespace, "a", "b")
     with project(lakehouse, other("a", "b"), other("b", "a")) as p:
         runs = [p.run(dg.AssetKey([namespace, name])) for name in ("a", "b")]
         return [settled(p, run) for run in runs]
@@ -104,7 +113,7 @@ FORMS: dict[str, str] = {
     "count from metadata": "SELECT count(*) FROM {a} UNION ALL SELECT count(*) FROM {b}",
     "time travel": "SELECT * FROM {a} TIMESTAMP AS OF now() UNION SELECT * FROM {b}",
     "metadata tables": "SELECT file_path FROM {a}.files UNION SELECT path FROM {b}.manifests",
-    "another reference": "SELECT * FROM {b} UNION SELECT * FROM nessie.{namespace}.`a@main`",
+    "another reference": "SELECT * FROM {b} UNION SELECT * FROM nessie.{namespace}.`{a_on_main}`",
     "insert": "INSERT INTO {sink} SELECT a.n FROM {a} a, {b} b",
     "create": "CREATE TABLE {made} AS SELECT a.n FROM {a} a, {b} b",
     "merge": "MERGE INTO {b} t USING {a} s ON t.n = s.n WHEN NOT MATCHED THEN INSERT *",
@@ -140,7 +149,7 @@ def frames(spark: SparkSession, a: str, b: str, form: str) -> None:
             spark.table(a).join(spark.table(b), "n").localCheckpoint()
         case "namespace":
             spark.sql(f"USE {a.rpartition('.')[0]}")
-            spark.sql("SELECT * FROM a, b").collect()
+            spark.sql(f"SELECT * FROM {a.rpartition('.')[2]}, {b.rpartition('.')[2]}").collect()
         case "catalog":
             spark.catalog.tableExists(a)
             spark.sql(f"DESCRIBE TABLE {b}").collect()
@@ -162,32 +171,45 @@ FRAMES = [
     "catalog",
 ]
 FRAMES += ["clone", "iterator"]
+FORMS_PER_STEP = 5
 
 
 def test_whatever_the_form_what_is_read_is_noted(lakehouse: Lakehouse, namespace: str) -> None:
-    """One run for each form would take minutes; a step for each is as good."""
+    """A step reads in several forms, in each of them two tables of its own."""
     home = f"nessie.{namespace}"
+    reads: list[Callable[[SparkSession, str, str], object]] = []
 
-    def strict(name: str, read: Callable[[SparkSession], object]) -> dg.AssetsDefinition:
+    def by_statement(text: str, number: int) -> None:
+        def read(spark: SparkSession, a: str, b: str) -> None:
+            names = {"a": a, "b": b, "sink": f"{home}.sink", "made": f"{home}.made{number}"}
+            name_on_main = f"{a.rpartition('.')[2]}@main"
+            spark.sql(text.format(namespace=namespace, a_on_main=name_on_main, **names)).collect()
+
+        reads.append(read)
+
+    def by_frames(form: str) -> None:
+        reads.append(lambda spark, a, b: frames(spark, a, b, form))
+
+    for number, text in enumerate(FORMS.values()):
+        by_statement(text, number)
+    for form in FRAMES:
+        by_frames(form)
+    pairs = [(f"a{number}", f"b{number}") for number in range(FORMS_PER_STEP)]
+
+    def strict(
+        name: str, chosen: Sequence[Callable[[SparkSession, str, str], object]]
+    ) -> dg.AssetsDefinition:
         @dg.asset(key=[namespace, name], metadata=STRICT)
-        def reads(spark: BranchSparkResource) -> None:
-            read(spark.spark_session)
+        def step(spark: BranchSparkResource) -> None:
+            for read, (a, b) in zip(chosen, pairs, strict=False):
+                read(spark.spark_session, f"{home}.{a}", f"{home}.{b}")
 
-        return reads
+        return step
 
-    def by_statement(text: str, number: int) -> Callable[[SparkSession], object]:
-        names = {name: f"{home}.{name}" for name in ("a", "b", "sink")}
-        statement = text.format(namespace=namespace, made=f"{home}.made{number}", **names)
-        return lambda spark: spark.sql(statement).collect()
-
-    def by_frames(form: str) -> Callable[[SparkSession], object]:
-        return lambda spark: frames(spark, f"{home}.a", f"{home}.b", form)
-
-    assets = {f"sql{n}": strict(f"sql{n}", by_statement(text, n)) for n, text in enumerate(FORMS.values())}
-    assets |= {f"frame{n}": strict(f"frame{n}", by_frames(form)) for n, form in enumerate(FRAMES)}
-    with project(lakehouse, *seeded(namespace, "a", "b", "sink")) as p:
-        settled(p, p.run())
-    with project(lakehouse, *assets.values()) as p:
+    parts = [reads[at : at + FORMS_PER_STEP] for at in range(0, len(reads), FORMS_PER_STEP)]
+    assets = [strict(f"step{number}", part) for number, part in enumerate(parts)]
+    seed(lakehouse, namespace, "sink", *(name for pair in pairs for name in pair))
+    with project(lakehouse, *assets) as p:
         run_id = p.run()
         by_step: dict[str, set[str]] = {}
         for record in p.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
@@ -197,7 +219,10 @@ def test_whatever_the_form_what_is_read_is_noted(lakehouse: Lakehouse, namespace
                 by_step.setdefault(step, set()).update(
                     json.loads(data.metadata[EventMetadata.READ_TABLES].value)
                 )
-        assert by_step == {name: {f"{namespace}.a", f"{namespace}.b"} for name in assets}
+        assert by_step == {
+            f"step{number}": {f"{namespace}.{name}" for pair in pairs[: len(part)] for name in pair}
+            for number, part in enumerate(parts)
+        }
         assert noted(p, run_id, EventMetadata.UNNAMED_READS) == []
 
 
@@ -208,8 +233,7 @@ def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, 
         spark.spark_session.sql(f"BEGIN SELECT * FROM nessie.{namespace}.a; END").collect()
         return pl.DataFrame({"n": [1]})
 
-    with project(lakehouse, *seeded(namespace, "a")) as p:
-        settled(p, p.run())
+    seed(lakehouse, namespace, "a")
     with project(lakehouse, t) as p:
         outcome = p.settle(p.run())
         assert outcome.state is RunState.BLOCKED
@@ -230,8 +254,7 @@ def test_an_upsert_does_not_read_its_target_but_what_it_is_made_from(
     def t(spark: BranchSparkResource) -> DataFrame:
         return spark.spark_session.table(f"nessie.{namespace}.a")
 
-    with project(lakehouse, *seeded(namespace, "a")) as p:
-        settled(p, p.run())
+    seed(lakehouse, namespace, "a")
     with project(lakehouse, t) as p:
         for _ in range(2):
             run_id = p.run()
@@ -270,8 +293,7 @@ def test_reads_in_a_thread_of_the_assets_own_are_noted(lakehouse: Lakehouse, nam
         thread.join()
         return pl.DataFrame({"n": [1]})
 
-    with project(lakehouse, *seeded(namespace, "a")) as p:
-        settled(p, p.run())
+    seed(lakehouse, namespace, "a")
     with project(lakehouse, t) as p:
         run_id = p.run()
         assert noted(p, run_id) == [f"{namespace}.a"]
@@ -288,7 +310,6 @@ def test_other_assets_are_not_watched(lakehouse: Lakehouse, namespace: str) -> N
     def strict() -> pl.DataFrame:
         return pl.DataFrame({"n": [1]})
 
-    with project(lakehouse, *seeded(namespace, "a")) as p:
-        settled(p, p.run())
+    seed(lakehouse, namespace, "a")
     with project(lakehouse, loose, strict) as p:
         assert noted(p, p.run()) == []
