@@ -41,7 +41,6 @@ from dagster._daemon.monitoring.run_monitoring import execute_run_monitoring_ite
 from dagster._daemon.types import DaemonHeartbeat
 from dagster._serdes import whitelist_for_serdes
 
-
 MODULES_WITH_MODEL_FIELDS = (_config_of_models, _conversions_of_models, _resources_of_models)
 """They have a name `model_fields`, the function that wraps the fields of a Pydantic class."""
 

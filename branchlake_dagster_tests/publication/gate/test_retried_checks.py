@@ -33,7 +33,10 @@ def amounts(namespace: str) -> Amounts:
     return Amounts(namespace)
 
 
-@pytest.fixture(params=["default", "consolidated"])
+@pytest.fixture(
+    # With one counter for all runs: the retry of a retry, whose events are ordered by it.
+    params=["default", pytest.param("consolidated", marks=pytest.mark.soak)]
+)
 def p(lakehouse: Lakehouse, amounts: Amounts, request: pytest.FixtureRequest) -> Iterator[Project]:
     consolidated = request.param == "consolidated"
     instance = request.getfixturevalue("consolidated_instance") if consolidated else None
@@ -51,6 +54,7 @@ def test_a_retry_without_the_check_that_its_new_rows_need_is_blocked(p: Project,
         p.rows(*amounts.outer_key.path)
 
 
+@pytest.mark.parametrize("p", ["default", "consolidated"], indirect=True)
 def test_a_retry_of_a_retry_is_blocked_by_rows_that_no_check_saw(p: Project, amounts: Amounts) -> None:
     amounts.noise = 20
     parent = p.run(ok=False)

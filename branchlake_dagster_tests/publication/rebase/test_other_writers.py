@@ -15,6 +15,7 @@ import dagster as dg
 import polars as pl
 import pytest
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from sqlalchemy import Engine, event
 
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -402,6 +403,20 @@ def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: st
 # -- Dagster's database --------------------------------------------------------------------------------
 
 
+@contextmanager
+def impatient_databases() -> Iterator[None]:
+    """SQLite waits 0.1 s for a locked database and not 5 s."""
+
+    def set_timeout(connection: Any, _: object) -> None:
+        connection.execute("PRAGMA busy_timeout=100")
+
+    event.listen(Engine, "connect", set_timeout)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", set_timeout)
+
+
 def test_dagsters_database_is_locked_while_a_pass_works(
     lakehouse: Lakehouse, namespace: str, tmp_path: Path
 ) -> None:
@@ -411,7 +426,7 @@ def test_dagsters_database_is_locked_while_a_pass_works(
     def t() -> pl.DataFrame:
         return pl.DataFrame({"n": [1]})
 
-    with project(lakehouse, t) as p:
+    with impatient_databases(), project(lakehouse, t) as p:
         run_id = p.run()
         database = Path(p.instance.storage_directory()).parent / "history" / "runs.db"
         assert database.exists()

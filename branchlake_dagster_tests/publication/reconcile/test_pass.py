@@ -11,6 +11,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import outcome as report
+from branchlake_dagster.publication import publication_sensor
 from branchlake_dagster.publication import reconciler as reconciler_module
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.publication_sensor import PassReport
@@ -241,8 +242,9 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
 
 
 def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
-    lakehouse: Lakehouse, namespace: str
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(publication_sensor, "_PATIENCE_S", 0.2)
     with project(lakehouse, free(namespace)) as p:
         run_id = p.run()
         repository = p.definitions.get_repository_def()
