@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from branchlake_dagster.nessie.errors import RetryBudget, RetryPolicy
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.maintenance_simulation.stored_states import NessieBackup
 from branchlake_dagster_tests.suite.memory import NamedTransport, SharedNessie
 
 DAY = timedelta(days=1)
@@ -165,6 +167,27 @@ class CollectedLake:
         self.collector(ago=2 * DAY, **options).run()
         self.collector(**options).run()
         return before - self.files()
+
+
+class SavedLake:
+    """A copy of all that a lake has: what Nessie has, the files with their times, and the heartbeats.
+
+    The copies of the files are links: a lake replaces files and deletes them, but writes into none.
+    """
+
+    def __init__(self, lake: CollectedLake) -> None:
+        self._lake = lake
+        self._nessie = NessieBackup(lake.server.history)
+        self._state, self._copy = lake.folder / "state", lake.folder / f"copy-{uuid.uuid4()}"
+        shutil.copytree(self._state, self._copy, copy_function=os.link)
+        self._beats = tuple(lake.heartbeats.beats)
+
+    def restore(self) -> None:
+        """Set the lake back to the copy, in place: the locations in its metadata are absolute."""
+        self._nessie.restore(self._lake.server.history)
+        shutil.rmtree(self._state)
+        shutil.copytree(self._copy, self._state, copy_function=os.link)
+        self._lake.heartbeats.beats = list(self._beats)
 
 
 def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> CollectedLake:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.explanation import FileExplanation
@@ -111,13 +112,10 @@ def test_spark_tables_with_deletes_statistics_and_views(shared: SharedLake) -> N
     session = shared.shared.spark_session()
     table = f"nessie.{namespace}.t"
 
-    def rows(ref: str = MAIN) -> list[tuple[int, str]]:
-        reading = shared.shared.spark_session(ref)
-        try:
-            return [tuple(row) for row in reading.sql(f"SELECT id, name FROM {table} ORDER BY id").collect()]
-        finally:
-            reading.stop()
+    def rows(reading: SparkSession) -> list[tuple[int, str]]:
+        return [tuple(row) for row in reading.sql(f"SELECT id, name FROM {table} ORDER BY id").collect()]
 
+    expected = [(2, "a b"), (3, "x/y+z"), (4, "\u00e4%20")]
     try:
         session.sql(f"CREATE NAMESPACE nessie.{namespace}")
         session.sql(
@@ -127,14 +125,17 @@ def test_spark_tables_with_deletes_statistics_and_views(shared: SharedLake) -> N
         session.sql(f"INSERT INTO {table} VALUES (1, 'a b'), (2, 'a b'), (3, 'x/y+z'), (4, '\u00e4%20')")
         session.sql(f"DELETE FROM {table} WHERE id = 1")
         session.sql(f"CALL nessie.system.compute_table_stats('{namespace}.t')")
+        assert rows(session) == expected
     finally:
         session.stop()
     loaded = shared.shared.catalog().load_table((namespace, "t"))
     assert loaded.metadata.statistics
-    expected = [(2, "a b"), (3, "x/y+z"), (4, "\u00e4%20")]
-    assert rows() == expected
     stray = shared.stray(loaded.location())
     shared.age()
     assert shared.collect() == {stray}
-    assert rows() == expected
+    session = shared.shared.spark_session()
+    try:
+        assert rows(session) == expected
+    finally:
+        session.stop()
     assert Path(loaded.metadata.statistics[0].statistics_path.removeprefix("file:")).exists()

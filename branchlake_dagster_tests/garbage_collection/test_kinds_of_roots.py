@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from branchlake_dagster.garbage_collection.orphan_rule import OrphanRule
 from branchlake_dagster.garbage_collection.reachable_files import ManifestPaths, ReachableFiles, StateFiles
 from branchlake_dagster.garbage_collection.writer_claims import WriterClaim
 from branchlake_dagster.nessie.model import Content, OtherContent, Reference
+from branchlake_dagster_tests.garbage_collection.collected_lake import SavedLake
 from branchlake_dagster_tests.garbage_collection.root_scene import RootScene
 from branchlake_dagster_tests.suite.soak import soaking
 
@@ -155,6 +156,23 @@ def forget_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReachableFiles, "add_states", add_some)
 
 
+@pytest.fixture(scope="module")
+def built_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RootScene, SavedLake, int]]:
+    """A scene that the tests of planted bugs share, its copy, and its seed."""
+    seed = choose_seed()
+    with RootScene(tmp_path_factory.mktemp("scene"), seed, per_kind=12) as scene:
+        yield scene, SavedLake(scene.lake), seed
+
+
+@pytest.fixture
+def scene(built_scene: tuple[RootScene, SavedLake, int]) -> RootScene:
+    """The shared scene as it was built, whatever was deleted before."""
+    scene, saved, seed = built_scene
+    saved.restore()
+    print(f"BRANCHLAKE_TEST_ROOTS_SEED={seed}")  # noqa: T201 - pytest shows it if the test fails
+    return scene
+
+
 TAGS = {
     "tag",
     "tag, older snapshot",
@@ -209,22 +227,37 @@ TAGS = {
         (forget_delete_files, {"delete files"}),
         (forget_views, {"view"}),
         (forget_unknown_contents, {"content of an unknown type"}),
-        (forget_positions, {"position of a consumer"}),
-        (forget_the_undo, {"horizon of undo"}),
         (forget_hidden_names, {"hidden"}),
         (ignore_the_grace, {"young", "living writer"}),
         (ignore_claims, {"living writer"}),
     ],
 )
 def test_a_planted_bug_costs_exactly_the_files_of_its_kind(
-    tmp_path: Path,
+    scene: RootScene,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[pytest.MonkeyPatch], None],
     expected: set[str],
 ) -> None:
     plant(monkeypatch)
+    deleted = scene.lake.collect()
+    assert scene.count_lost(deleted).keys() == expected
+    assert scene.count_left(deleted) == {}
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [(forget_positions, {"position of a consumer"}), (forget_the_undo, {"horizon of undo"})],
+)
+def test_a_planted_bug_of_expiries_costs_exactly_the_files_of_its_kind(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    expected: set[str],
+) -> None:
+    """The expiries are a part of the scene, so it is built with the bug."""
+    plant(monkeypatch)
     seed = choose_seed()
-    with RootScene(tmp_path, seed, per_kind=12) as scene:
+    with RootScene(tmp_path, seed, per_kind=3) as scene:
         deleted = scene.lake.collect()
         assert scene.count_lost(deleted).keys() == expected, seed
         assert scene.count_left(deleted) == {}, seed
@@ -238,18 +271,17 @@ def test_a_planted_bug_costs_exactly_the_files_of_its_kind(
     ],
 )
 def test_a_planted_bug_of_all_kinds_is_noticed(
-    tmp_path: Path,
+    scene: RootScene,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[pytest.MonkeyPatch], None],
     expected: set[str],
 ) -> None:
     plant(monkeypatch)
-    seed = choose_seed()
-    with RootScene(tmp_path, seed, per_kind=12) as scene:
-        assert expected <= scene.count_lost(scene.lake.collect()).keys(), seed
+    assert expected <= scene.count_lost(scene.lake.collect()).keys()
 
 
-def test_an_ended_lease_that_still_counts_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_lease_that_still_counts_is_noticed(
+    scene: RootScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collector_module, "remove_ended_tags", lambda *_: [])
-    with RootScene(tmp_path, choose_seed(), per_kind=3) as scene:
-        assert scene.count_left(scene.lake.collect()).keys() == {"ended lease of a reader"}
+    assert scene.count_left(scene.lake.collect()).keys() == {"ended lease of a reader"}

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.lake
 
 STEPS = 20
 """The number of steps of a random history. They are spread over 70 days; the horizon is 30 days."""
+SEED = 3
+"""In this history files are deleted with the cache, and metadata goes away and comes back."""
 
 
 class PlanDiffers(Exception):  # noqa: N818 - an outcome of the comparison
@@ -78,7 +80,7 @@ def age_new_files(lake: CollectedLake) -> None:
 class RandomHistory:
     """Random changes of a lake with two tables: rows, references, snapshots, and damage of metadata."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, steps: int = STEPS) -> None:
         self.random = random.Random(seed)
         self.lake = open_lake(folder)
         self.copies = folder / "copies"
@@ -86,7 +88,8 @@ class RandomHistory:
         self.removed: dict[Path, Path] = {}
         """Metadata files that are missing -> their copies."""
         self.references: list[str] = []
-        self.deleted_count = 0
+        self.steps = steps
+        self.deleted_count = self.restored_count = 0
         self.days_ago = 70.0
         self.lake.at(datetime.now(UTC) - self.days_ago * DAY)
         for name in ("t", "u"):
@@ -98,7 +101,7 @@ class RandomHistory:
 
     def step(self) -> None:
         """Change something some days later than the last step, and let the new files look old."""
-        self.days_ago -= 70 / STEPS
+        self.days_ago -= 70 / self.steps
         self.lake.at(datetime.now(UTC) - self.days_ago * DAY)
         choices = [self.append, self.append, self.remove_rows, self.refer, self.forget_reference]
         choices += [self.expire, self.write_stray, self.remove_metadata, self.restore_metadata, self.collect]
@@ -166,6 +169,7 @@ class RandomHistory:
         """Copy the missing files back, as a restored backup does."""
         for path, copy in self.removed.items():
             shutil.copy2(copy, path)
+        self.restored_count += len(self.removed)
         self.removed = {}
 
 
@@ -179,17 +183,27 @@ def newest_manifest(lake: CollectedLake, name: str = "t") -> Path:
 # -- equal plans ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_plans_are_equal_with_and_without_the_cache(tmp_path: Path, number: int) -> None:
-    seed = random.randrange(1 << 32)
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [
+        (SEED, 10),
+        *(
+            pytest.param(None, STEPS, marks=pytest.mark.soak, id=f"random {number}")  # more of the same
+            for number in range(3)
+        ),
+    ],
+)
+def test_plans_are_equal_with_and_without_the_cache(tmp_path: Path, seed: int | None, steps: int) -> None:
+    played_seed = random.randrange(1 << 32) if seed is None else seed
+    history = RandomHistory(tmp_path, played_seed, steps)
     try:
-        history = RandomHistory(tmp_path, seed)
-        for _ in range(STEPS):
+        for _ in range(steps):
             history.step()
             require_equal_plans(history.lake)
     except Exception as error:
-        error.add_note(f"seed {seed} of history {number}")
+        error.add_note(f"seed {played_seed}")
         raise
+    assert seed is None or (history.deleted_count and history.restored_count)
 
 
 def play_scenes(folder: Path) -> None:
