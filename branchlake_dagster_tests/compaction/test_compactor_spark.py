@@ -65,10 +65,10 @@ def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
     discard_open_runs(lakehouse)
     bench = Workbench(lakehouse, namespace)
     bench.seeded([])
+    run = bench.run()
     for number in range(4):
-        run = bench.run()
         run.append([("a", number), ("a", number + 4), ("b", number)])
-        bench.published(run)
+    bench.published(run)
     yield bench
     bench.clean()
 
@@ -149,7 +149,10 @@ def test_deletes_are_folded_in_and_their_rows_stay_away(bench: Workbench) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Merge on read is not yet supported")
-@pytest.mark.parametrize("is_older_spec", [True, False])
+@pytest.mark.parametrize(
+    "is_older_spec",
+    [True, pytest.param(False, marks=pytest.mark.soak)],  # the same files of the present spec
+)
 def test_delete_files_without_data_files_go_with_the_next_compaction(
     bench: Workbench, is_older_spec: bool
 ) -> None:
@@ -216,8 +219,16 @@ def beside(*actions: Callable[[], object]) -> Rewrite:
     return rewrite
 
 
-@pytest.mark.parametrize("by", ["PyIceberg", "Spark"])
-@pytest.mark.parametrize("is_published_first", [True, False])
+@pytest.mark.parametrize(
+    ("is_published_first", "by"),
+    [
+        (True, "PyIceberg"),
+        (False, "Spark"),
+        # The other engine in each order; `test_table_publication.py` has both orders, too.
+        pytest.param(True, "Spark", marks=pytest.mark.soak),
+        pytest.param(False, "PyIceberg", marks=pytest.mark.soak),
+    ],
+)
 def test_an_append_and_an_upsert_meanwhile(bench: Workbench, by: str, is_published_first: bool) -> None:
     upserting, appending = bench.run(), bench.run()
 
@@ -316,27 +327,21 @@ def rewrite_by_hand(bench: Workbench, change: Callable[[Any], Any], *, deletes: 
     return rewrite
 
 
-@pytest.mark.parametrize(
-    ("change", "deletes"),
-    [
-        (lambda rows: rows, False),  # deleted rows come back
-        (lambda rows: rows.slice(1), True),  # a row is lost
-        (
-            lambda rows: rows.set_column(1, "id", pa.array([9] * len(rows), pa.int64())),
-            True,
-        ),  # as many rows, but others
-    ],
-    ids=["resurrected", "lost", "changed"],
-)
-def test_other_rows_are_never_published(
-    bench: Workbench, change: Callable[[Any], Any], deletes: bool
-) -> None:
+def test_other_rows_are_never_published(bench: Workbench) -> None:
     bench.sql(MERGE_ON_READ, "DELETE FROM {t} WHERE id = 1")
     before = bench.main().metadata_location
-    table = compacted(bench, rewrite_by_hand(bench, change, deletes=deletes))
-    assert isinstance(table.error, CompactionRowsDiffer)
-    assert "day=a" in table.error.partitions
-    assert (table.commit, bench.main().metadata_location) == (None, before)
+    mistakes: dict[str, Rewrite] = {
+        "deleted rows come back": rewrite_by_hand(bench, lambda rows: rows, deletes=False),
+        "a row is lost": rewrite_by_hand(bench, lambda rows: rows.slice(1)),
+        "as many rows, but others": rewrite_by_hand(
+            bench, lambda rows: rows.set_column(1, "id", pa.array([9] * len(rows), pa.int64()))
+        ),
+    }
+    for mistake, rewrite in mistakes.items():
+        table = compacted(bench, rewrite)
+        assert isinstance(table.error, CompactionRowsDiffer), mistake
+        assert "day=a" in table.error.partitions
+        assert (table.commit, bench.main().metadata_location) == (None, before)
 
 
 def test_an_error_of_spark_concerns_its_table_alone(bench: Workbench) -> None:
@@ -433,10 +438,10 @@ Compactor.of_lake(lake).run(plan, report=report)
 @pytest.mark.parametrize(
     "step",
     [
-        *["rewrite", "publish", "done"],
+        *["publish", "after the commit"],  # the last step before, and the first one after
         *(
             pytest.param(step, marks=pytest.mark.soak)
-            for step in ("while Spark rewrites", "prove", "after the commit")
+            for step in ("rewrite", "while Spark rewrites", "prove", "done")
         ),
     ],
 )
