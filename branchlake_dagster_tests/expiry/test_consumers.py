@@ -55,12 +55,17 @@ def snapshots(lake: Lakehouse, source: Source) -> int:
     return len(lake.catalog().load_table(tuple(source.key.path)).metadata.snapshots)
 
 
-@memory.ON_BOTH
+@pytest.mark.parametrize(
+    "lakehouse",
+    # `test_snapshot_expiry.py` has expiries on the real server, `test_incremental_assets.py` has consumers.
+    ["in-memory", pytest.param("real", marks=[pytest.mark.nessie, pytest.mark.soak])],
+    indirect=True,
+)
 def test_each_row_is_consumed_once(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
         expected = []
-        for number in range(9):
+        for number in range(6):
             orders.publish(p, (f"o{number}", number))
             expected.append(f"o{number}")
             if number % 3 == 1:
