@@ -95,7 +95,14 @@ def run_process(fate: str) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fate", ["fails early", "is killed", "fails late"])
+@pytest.mark.parametrize(
+    "fate",
+    [
+        "is killed",
+        "fails late",
+        pytest.param("fails early", marks=pytest.mark.soak),  # the same error, which comes sooner
+    ],
+)
 def test_the_failure_of_a_process_fails_the_trial(fate: str) -> None:
     with pytest.raises(BenchFailed):
         run_process(fate)
