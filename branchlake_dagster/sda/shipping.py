@@ -13,7 +13,7 @@ from branchlake_dagster import errors, sda, wording
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def carried(function: F) -> F:
+def pickle_by_value(function: F) -> F:
     """Return the function in a form that is pickled with the code of `branchlake_dagster.sda`.
 
     By default only a module's name is shipped. A worker without the package, or with another version of it,

@@ -9,7 +9,7 @@ import dagster as dg
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def micros(instant: datetime) -> int:
+def to_microseconds(instant: datetime) -> int:
     """Convert a time to UTC microseconds since 1970, exactly (a float timestamp would round)."""
     return (instant - _EPOCH) // timedelta(microseconds=1)
 
@@ -17,4 +17,4 @@ def micros(instant: datetime) -> int:
 def window_of(context: dg.AssetExecutionContext) -> tuple[int, int]:
     """Return the start and the end of the run's window in UTC microseconds since 1970."""
     window = context.partition_time_window
-    return micros(window.start), micros(window.end)
+    return to_microseconds(window.start), to_microseconds(window.end)

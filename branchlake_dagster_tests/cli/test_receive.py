@@ -24,7 +24,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.embedded.process import choose_port
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.landing import Landing
-from branchlake_dagster.sda.benchmarks.receiving import measure
+from branchlake_dagster.sda.benchmarks.receiving import measure_receiving
 from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster_tests.receivers.harness import landed
 from branchlake_dagster_tests.suite import soak
@@ -319,7 +319,7 @@ def test_options_of_kafka_come_from_a_file_and_are_not_shown(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_the_bench_accounts_for_every_record() -> None:
-    found = measure(seconds=0.3, roll_s=0.05, quiet_s=5.0, say=lambda _: None)
+    found = measure_receiving(seconds=0.3, roll_s=0.05, quiet_s=5.0, say=lambda _: None)
     assert set(found) == {"udp", "tcp", "http"}
     check_output(["bench", "receive", "--json"], json.dumps(found))
     for one in found.values():

@@ -20,7 +20,7 @@ from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
-from branchlake_dagster.sda.windows import micros
+from branchlake_dagster.sda.windows import to_microseconds
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import project, retry
@@ -90,7 +90,7 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
     assert RunTag.PUBLICATION in tags(catalogue), tags(catalogue)
 
     objects = lake.catalog().load_table(("sda", "catalogue")).scan().to_arrow().sort_by("sat_no")
-    start = micros(datetime.strptime(FIRST_WINDOW, windows.fmt).replace(tzinfo=UTC))
+    start = to_microseconds(datetime.strptime(FIRST_WINDOW, windows.fmt).replace(tzinfo=UTC))
     land_simulated_window(
         lake.settings.landing_folder,
         Elements.from_arrow(objects),

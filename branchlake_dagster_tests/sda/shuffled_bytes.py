@@ -41,7 +41,7 @@ from branchlake_dagster.sda.partitions import windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sources import GpSource, snapshot_id
-from branchlake_dagster.sda.windows import micros
+from branchlake_dagster.sda.windows import to_microseconds
 from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.ingest.test_landing_source import resource_of
 
@@ -108,7 +108,7 @@ def simulate_bytes(
         corrupted=0.01,
         burst=Burst(every_s=3_600.0, first_s=600.0, length_s=60.0, factor=10.0),
     )
-    feed = Feed(Elements.from_arrow(elements.to_arrow()), plan, micros(start) * 1_000)
+    feed = Feed(Elements.from_arrow(elements.to_arrow()), plan, to_microseconds(start) * 1_000)
     records: list[tuple[str, Record]] = []
 
     def collect(kind: str) -> Any:

@@ -2,8 +2,8 @@
 
 import polars as pl
 
-from branchlake_dagster.sda.graph.agreement import disagreeing
-from branchlake_dagster.sda.graph.listing import breaches
+from branchlake_dagster.sda.graph.agreement import find_disagreements
+from branchlake_dagster.sda.graph.listing import find_breaches
 
 
 def test_each_way_to_disagree_is_found() -> None:
@@ -15,15 +15,15 @@ def test_each_way_to_disagree_is_found() -> None:
         }
     )
     catalogue = pl.DataFrame({"sat_no": [1, 2, 6], "state": ["tracked", "decayed", "tracked"]})
-    assert disagreeing(objects, catalogue).rows() == [
+    assert find_disagreements(objects, catalogue).rows() == [
         (2, "stale", "decayed"),  # the catalogue says another state
         (4, "tracked", None),  # tracked, and no elements
         (5, "stale", None),  # it has an epoch, and no elements
         (6, None, "tracked"),  # no object
     ]
     agreeing = objects.filter(pl.col("sat_no").is_in([1, 3]))
-    assert disagreeing(agreeing, catalogue.head(1)).is_empty()
-    assert disagreeing(objects.clear(), catalogue.clear()).is_empty()
+    assert find_disagreements(agreeing, catalogue.head(1)).is_empty()
+    assert find_disagreements(objects.clear(), catalogue.clear()).is_empty()
 
 
 def test_each_breach_of_the_list_is_found() -> None:
@@ -54,12 +54,12 @@ def test_each_breach_of_the_list_is_found() -> None:
         ("j", 1, 4, 10, 40, 0.1, 0.2, None),  # not in the catalogue
         ("k", 1, 2, 11, 20, 0.1, 0.2, None),  # another element set
     ]
-    found = breaches(pl.DataFrame(good + bad, schema=columns, orient="row"), catalogue)
+    found = find_breaches(pl.DataFrame(good + bad, schema=columns, orient="row"), catalogue)
     events = {name: sorted(rows["event_id"].to_list()) for name, rows in found.items()}
     assert events == {
         "ordered_and_unique": ["e", "f"],
         "probability_or_reason": ["g", "h", "i"],
         "of_known_objects": ["j", "k"],
     }
-    fine = breaches(pl.DataFrame(good, schema=columns, orient="row"), catalogue)
+    fine = find_breaches(pl.DataFrame(good, schema=columns, orient="row"), catalogue)
     assert all(rows.is_empty() for rows in fine.values())

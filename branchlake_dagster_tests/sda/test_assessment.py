@@ -10,7 +10,7 @@ import pytest
 from branchlake_dagster.sda.assets.trust import draw_growth
 from branchlake_dagster.sda.benchmarks.whole_history_model import build_error_model
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
-from branchlake_dagster.sda.conjunctions.listing import listed
+from branchlake_dagster.sda.conjunctions.listing import build_rows
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
@@ -52,7 +52,7 @@ def elements() -> Elements:
 def found(elements: Elements) -> pl.DataFrame:
     span = Span.whole(BEGIN, BEGIN + 120 * MINUTE)
     rows = as_batch(screen(elements, span, threshold_km=40.0), elements)
-    return listed(pl.DataFrame(rows), None, span, 40.0, 14.0)
+    return build_rows(pl.DataFrame(rows), None, span, 40.0, 14.0)
 
 
 def model(elements: Elements, *, until_days: float = 14.0) -> PublishedErrors:

@@ -13,12 +13,12 @@ import pytest
 from ccsds_ndm.ndm_io import NdmIo
 
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
-from branchlake_dagster.sda.conjunctions.listing import listed
+from branchlake_dagster.sda.conjunctions.listing import build_rows
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.gp.simulated import simulated_elements
-from branchlake_dagster.sda.messages.cdm import Party, message_id, written
+from branchlake_dagster.sda.messages.cdm import Party, format_cdm, message_id
 from branchlake_dagster.sda.messages.errors import NotAMessage
-from branchlake_dagster.sda.messages.notation import LONGEST_LINE, Item, Notation, text
+from branchlake_dagster.sda.messages.notation import LONGEST_LINE, Item, Notation, format_text
 from branchlake_dagster.sda.messages.parties import parties_of
 from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 from branchlake_dagster.sda.orbits.propagation import Elements
@@ -45,7 +45,7 @@ def rows(sets: pl.DataFrame) -> pl.DataFrame:
     span = Span.whole(BEGIN, BEGIN + 120 * MINUTE)
     found = pl.DataFrame(as_batch(screen(elements, span, threshold_km=40.0), elements))
     made = assess_approaches(
-        listed(found, None, span, 40.0, 14.0), elements, model(elements), ObjectRadii(5.0)
+        build_rows(found, None, span, 40.0, 14.0), elements, model(elements), ObjectRadii(5.0)
     )
     assert made.filter(pl.col("collision_probability").is_not_null()).height > 5
     return made
@@ -67,7 +67,7 @@ def parties(rows: pl.DataFrame, row: dict[str, Any], sets: pl.DataFrame) -> tupl
 
 def message(row: dict[str, Any], parties: tuple[Party, Party], notation: Notation, **more: Any) -> str:
     given = {"originator": "ABC", "created": CREATED, **more}
-    return written(row, parties, notation=notation, **given)
+    return format_cdm(row, parties, notation=notation, **given)
 
 
 def test_teme_becomes_gcrf_as_published_and_as_in_another_library():
@@ -181,10 +181,10 @@ def test_a_name_adds_no_line_no_tag_and_no_unit(row, parties):
         assert len(made.splitlines()) == len(plain.splitlines())
         read = NdmIo().from_string(made)
         assert read.header.originator == "ABC"
-        assert read.body.segment[0].metadata.object_name == text(HOSTILE)
-    assert not set(text(HOSTILE)) & set("\n\r[]=\x00é")
-    assert text(None) == text(" \n ") == "UNKNOWN"
-    assert len(text("a" * 10_000)) == 120
+        assert read.body.segment[0].metadata.object_name == format_text(HOSTILE)
+    assert not set(format_text(HOSTILE)) & set("\n\r[]=\x00é")
+    assert format_text(None) == format_text(" \n ") == "UNKNOWN"
+    assert len(format_text("a" * 10_000)) == 120
     for value in ("", "two\nlines", "é", "a" * 300):
         with pytest.raises(NotAMessage):
             Item("OBJECT_NAME", value)

@@ -29,7 +29,7 @@ from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ep
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, merge_together
-from branchlake_dagster.sda.conjunctions.identity import identified
+from branchlake_dagster.sda.conjunctions.identity import add_event_ids
 from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits
 from branchlake_dagster.sda.conjunctions.screening import MINUTE
 from branchlake_dagster.sda.gp.simulated import simulated_elements
@@ -59,7 +59,7 @@ def approach(
 def named(rows: list[dict[str, Any]], before: pl.DataFrame | None, at: datetime) -> pl.DataFrame:
     moment = pl.Datetime("us", "UTC")
     found = pl.DataFrame(rows).with_columns(pl.col("tca").cast(moment))
-    return identified(found, before, reported=pl.lit(at).cast(moment)).sort("tca")
+    return add_event_ids(found, before, reported=pl.lit(at).cast(moment)).sort("tca")
 
 
 def test_an_event_keeps_its_name_while_it_moves():

@@ -32,7 +32,7 @@ from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
-from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, listed
+from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, build_rows
 from branchlake_dagster.sda.conjunctions.risks import RISK_SCHEMA
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.contracts.by_kind import (
@@ -128,7 +128,7 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.ConjunctionRisk)) == in_order(stored(RISK_SCHEMA))
     assert in_order(types(contracts.HourReport)) == in_order(stored(REPORT_SCHEMA))
     assert tuple(contracts.ConjunctionAlert.to_schema().columns) == ALERT_COLUMNS
-    nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0, 14.0)
+    nothing = build_rows(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0, 14.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
     rows = assess_approaches(nothing, no_elements, None, ObjectRadii(5.0))
     assert types(contracts.Conjunction) == stored(CONJUNCTION_SCHEMA)

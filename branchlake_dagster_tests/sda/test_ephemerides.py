@@ -27,7 +27,7 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.messages.errors import NotAMessage, UnreadableMessage
 from branchlake_dagster.sda.messages.notation import Notation
-from branchlake_dagster.sda.messages.oem import Method, Segment, written
+from branchlake_dagster.sda.messages.oem import Method, Segment, format_oem
 from branchlake_dagster.sda.messages.oem_read import read_oem, to_utc
 from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
@@ -81,7 +81,7 @@ def segment(
 
 
 def message(*segments: Segment, notation: Notation = Notation.KVN) -> bytes:
-    made = written(segments, originator="ABC", created=NOON, notation=notation, note="a note")
+    made = format_oem(segments, originator="ABC", created=NOON, notation=notation, note="a note")
     return made.encode("ascii")
 
 
@@ -141,7 +141,7 @@ def test_an_ephemeris_of_an_element_set_has_the_close_approaches_of_the_element_
 def test_every_object_of_all_has_its_own(elements, whole):
     """Docked ones and deep space too; what the sieve would lose is missed here."""
     for row in range(0, len(elements), 7):
-        track = Track.of(segment(elements, row))
+        track = Track.from_segment(segment(elements, row))
         rest, rows = others(elements, row)
         mine = screen_tracks([track], rest, BEGIN, END, threshold_km=THRESHOLD_KM)
         same(mine, rows, of_one(whole, row), km=0.02, s=0.05)
@@ -156,7 +156,7 @@ def test_it_is_what_dense_sampling_finds_also_under_thrust(elements, one):
     burns = np.clip(t, 0, 1200)
     way = push * (burns**2 / 2 + burns * np.maximum(t - 1200, 0))
     flown = replace(flown, position=flown.position + way, velocity=flown.velocity + push * burns)
-    track = Track.of(flown)
+    track = Track.from_segment(flown)
     rest, _ = others(elements, one)
     mine = screen_tracks([track], rest, BEGIN, END, threshold_km=THRESHOLD_KM)
     instants = np.arange(BEGIN, END + 1, 1_000_000, dtype=np.int64)
@@ -229,15 +229,17 @@ def test_a_close_approach_at_the_instant_that_two_segments_share_is_reported_onc
 def test_only_what_may_be_used_and_what_is_asked_for_is_screened(elements, one):
     rest, _ = others(elements, one)
     late = segment(elements, one, begin=BEGIN + 90 * MINUTE + 1_234_567)
-    mine = screen_tracks([Track.of(late)], rest, BEGIN, END, threshold_km=THRESHOLD_KM)
+    mine = screen_tracks([Track.from_segment(late)], rest, BEGIN, END, threshold_km=THRESHOLD_KM)
     assert mine.tca_micros.min() >= BEGIN + 90 * MINUTE + 1_234_567
-    nothing = screen_tracks([Track.of(late)], rest, BEGIN, BEGIN + 90 * MINUTE, threshold_km=THRESHOLD_KM)
+    nothing = screen_tracks(
+        [Track.from_segment(late)], rest, BEGIN, BEGIN + 90 * MINUTE, threshold_km=THRESHOLD_KM
+    )
     assert len(nothing.first) == 0
     assert len(screen_tracks([], rest, BEGIN, END, threshold_km=5.0).first) == 0
     assert (
         len(
             screen_tracks(
-                [Track.of(late)], rest.take(np.zeros(0, np.int64)), BEGIN, END, threshold_km=5
+                [Track.from_segment(late)], rest.take(np.zeros(0, np.int64)), BEGIN, END, threshold_km=5
             ).first
         )
         == 0
@@ -285,7 +287,7 @@ def test_a_polynomial_of_the_degree_is_met_exactly_and_its_acceleration_bounded(
         method,
         degree,
     )
-    track = Track.of(made)
+    track = Track.from_segment(made)
     when = np.linspace(micros[0], micros[-1], 1_001).astype(np.int64)
     position, velocity = track.at(when)
     assert np.abs(position - at(when)).max() < 1e-8
@@ -302,14 +304,14 @@ def test_a_polynomial_of_the_degree_is_met_exactly_and_its_acceleration_bounded(
 
 def test_states_that_do_not_suit_their_degree_are_an_error(elements):
     made = segment(elements, 3, end=BEGIN + 60 * MINUTE, degree=15)
-    Track.of(made)
+    Track.from_segment(made)
     crowded = made.micros.copy()
     crowded[1::2] = crowded[::2][: len(crowded[1::2])] + 1
     with raising(UnreadableMessage, "2026-08-08T1", reason="interpolation", subject=made.object_name):
-        Track.of(replace(made, micros=crowded))
+        Track.from_segment(replace(made, micros=crowded))
     noisy = made.position + np.random.default_rng(1).normal(size=made.position.shape) * 100
     with raising(UnreadableMessage, "LAGRANGE", 15, reason="interpolation", subject=made.object_name):
-        Track.of(replace(made, position=noisy))
+        Track.from_segment(replace(made, position=noisy))
 
 
 # -- reading and writing -------------------------------------------------------------------------------
@@ -548,7 +550,7 @@ def test_a_changed_file_is_read_refused_or_reported(place, data, xml):
         assert (np.diff(one.micros) > 0).all()
         assert np.isfinite(one.position).all()
         try:
-            position, _ = Track.of(one).at(np.linspace(one.begin, one.end, 50).astype(np.int64))
+            position, _ = Track.from_segment(one).at(np.linspace(one.begin, one.end, 50).astype(np.int64))
         except UnreadableMessage:
             continue
         assert np.isfinite(position).all()
@@ -566,7 +568,7 @@ def test_a_name_cannot_add_a_line_to_what_is_written(elements):
             message(made, notation=notation).splitlines()
         )
     with pytest.raises(NotAMessage):
-        written([made], originator="A\nB", created=NOON, notation=Notation.KVN)
+        format_oem([made], originator="A\nB", created=NOON, notation=Notation.KVN)
 
 
 def test_a_folder_is_screened_into_a_table(elements, whole, one, tmp_path):

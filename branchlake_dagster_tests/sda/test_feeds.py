@@ -20,7 +20,7 @@ from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.receivers.sockets import TcpConfig, TcpSource, UdpConfig, UdpSource
-from branchlake_dagster.sda.commands.simulate import served
+from branchlake_dagster.sda.commands.simulate import serve_pages
 from branchlake_dagster.sda.feeds.direct import Message, run_into
 from branchlake_dagster.sda.feeds.feed import Feed
 from branchlake_dagster.sda.feeds.network import Datagrams, Frames, Pages, run_over
@@ -51,7 +51,7 @@ def a_feed(**plan: Any) -> Feed:
 
 def whole(feed: Feed) -> dict[str, Batch]:
     found = [batches for _, batches in feed.windows()]
-    return {kind: Batch.together([one[kind] for one in found]) for kind in feed.plan.rates}
+    return {kind: Batch.concatenate([one[kind] for one in found]) for kind in feed.plan.rates}
 
 
 def rows(batch: Batch, kind: str) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -67,10 +67,10 @@ def test_the_account_is_exact(kind: str) -> None:
     sent, tally = whole(feed)[kind], feed.tallies[kind]
     good, damaged = rows(sent, kind)
     assert tally.measured == RATES[kind] * 70
-    assert tally.sent == len(sent)
+    assert tally.sent_count == len(sent)
     assert damaged == tally.corrupted
     assert len(damaged) >= 4
-    assert len(good) == tally.sent - sum(tally.corrupted.values())
+    assert len(good) == tally.sent_count - sum(tally.corrupted.values())
     distinct = {tuple(row.values()) for row in good}
     assert len(good) - len(distinct) == tally.duplicates > 0
     late = sent.send_ns - sent.measured_ns > ALLOWED_LATENESS_S[kind] * 1e9
@@ -131,14 +131,14 @@ def test_a_feed_into_files(tmp_path: Path) -> None:
     for sink in sinks.values():
         sink.open(resume=False)
     handed = run_into(feed, {kind: writing(sink) for kind, sink in sinks.items()}, paced=False)
-    assert handed == sum(tally.sent for tally in feed.tallies.values())
+    assert handed == sum(tally.sent_count for tally in feed.tallies.values())
     for kind, sink in sinks.items():
         sink.close()
         files = Landing(tmp_path).files(kind, 0)
         table = pa.concat_tables([pq.read_table(file.path) for file in files])
         _, reasons = DECODE[kind](table["value"])
         assert Counter(one for one in reasons.to_pylist() if one) == feed.tallies[kind].corrupted
-        assert table.num_rows == feed.tallies[kind].sent
+        assert table.num_rows == feed.tallies[kind].sent_count
     assert pq.read_table(Landing(tmp_path).files("radar", 0)[0].path)["key"][0].as_py() is not None
 
 
@@ -179,9 +179,9 @@ def test_over_udp_everything_arrives_as_it_was_sent() -> None:
             host, port = intake.source.address.split(":")
             outlet = Datagrams(host, int(port))
             sent = await run_over(feed, {"radar": outlet}, asyncio.Event())
-            await until(lambda: len(sink.records) == feed.tallies["radar"].sent - outlet.refused)
+            await until(lambda: len(sink.records) == feed.tallies["radar"].sent_count - outlet.refused)
             await outlet.close()
-        assert sent["radar"] == feed.tallies["radar"].sent
+        assert sent["radar"] == feed.tallies["radar"].sent_count
         _, reasons = decode_radar(pa.array([one.value for one in sink.records]))
         assert Counter(one for one in reasons.to_pylist() if one) == feed.tallies["radar"].corrupted
 
@@ -221,7 +221,7 @@ def test_a_sender_sees_that_its_connection_was_closed_and_loses_nothing() -> Non
             outlet = Frames(host, int(port), 2)
             await outlet.send(sent)
             # Not before the receiver's word is here: what is written until then is lost, as TCP loses it.
-            await until(lambda: intake.counts.events["closed_idle"] == 2 and outlet.gone == 2)
+            await until(lambda: intake.counts.events["closed_idle"] == 2 and outlet.closed_count == 2)
             await outlet.send(sent)
             await until(lambda: intake.counts.events["closed_idle"] == 4)
             await until(lambda: len(sink.records) == 2 * len(sent))
@@ -245,7 +245,7 @@ def test_over_http_everything_is_had_once_in_spite_of_faults() -> None:
     async def play() -> None:
         sink, feed = MemorySink(), a_feed(rates={"optical": 60.0}, corrupted=0.05, duplicates=0.05)
         pages = Pages(fault_every=3)
-        async with served(pages, "127.0.0.1", 0) as url:
+        async with serve_pages(pages, "127.0.0.1", 0) as url:
             config = HttpConfig(
                 url, limit=300, wait_ms=20, pause_s=0.01, look_back=DAY_NS, look_back_every_s=0.2
             )
@@ -274,7 +274,7 @@ def test_a_page_waits_for_what_is_new_and_keeps_one_instant_together() -> None:
         pages = Pages()
         at = np.array([10, 20, 20, 20, 30])
         batch = Batch(at, at, pa.array([b'{"n":%d}' % n for n in range(5)]), at)
-        async with served(pages, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        async with serve_pages(pages, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
 
             async def ask(**query: int) -> list[int]:
                 async with session.get(url, params={k: str(v) for k, v in query.items()}) as answer:

@@ -59,7 +59,7 @@ def round_trip_range(position, reflected: float) -> float:
 
 def test_a_radar_measures_half_of_the_round_trip(orbit):
     r, v, position, station, axes = orbit
-    measured, _ = measurement.radar(r[None], v[None], station)
+    measured, _ = measurement.predict_radar(r[None], v[None], station)
     reflected = reflection_time(position, 0.0)
     assert measured[0, 0] == pytest.approx(round_trip_range(position, reflected), abs=1e-5)
     step = 0.05
@@ -77,7 +77,7 @@ def test_a_radar_measures_half_of_the_round_trip(orbit):
 def test_a_telescope_sees_where_the_object_was(orbit, monkeypatch):
     r, v, position, station, _ = orbit
     monkeypatch.setattr(measurement, "ZENITH_PATH_KM", 0.0)
-    measured, _ = measurement.optical(r[None], v[None], station)
+    measured, _ = measurement.predict_optical(r[None], v[None], station)
     x, y, z = position(reflection_time(position, 0.0)) - site_at(0.0)
     assert measured[0, 0] == pytest.approx(np.arctan2(y, x) % (2 * np.pi), abs=1e-9)
     assert measured[0, 1] == pytest.approx(np.arctan2(z, np.hypot(x, y)), abs=1e-9)
@@ -86,11 +86,11 @@ def test_a_telescope_sees_where_the_object_was(orbit, monkeypatch):
 def test_light_time_exceeds_a_tenth_of_the_noise(orbit):
     """So it must be modelled: telescopes see two seconds of arc of it from any height, radars meters."""
     r, v, _, station, _ = orbit
-    measured, _ = measurement.optical(r[None], v[None], station)
+    measured, _ = measurement.predict_optical(r[None], v[None], station)
     x, y, z = r - site_at(0.0)
     across = (measured[0, 1] - np.arctan2(z, np.hypot(x, y))) * 180 / np.pi * 3600
     assert abs(across) > Noise().optical_arcsec
-    ranged = measurement.radar(r[None], v[None], station)[0][0, 0]
+    ranged = measurement.predict_radar(r[None], v[None], station)[0][0, 0]
     if np.linalg.norm(r) < 7_000:
         assert abs(ranged - np.linalg.norm(r - site_at(0.0))) > 0.1 * Noise().range_m / 1e3
 

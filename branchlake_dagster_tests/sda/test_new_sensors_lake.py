@@ -30,7 +30,7 @@ from branchlake_dagster.sda.assets.catalogue import CATALOGUE, gp_ingest
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.registry import registry
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
-from branchlake_dagster.sda.contracts.fields import must
+from branchlake_dagster.sda.contracts.fields import required_column
 from branchlake_dagster.sda.contracts.raw import OnGround
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, fuse_table
 from branchlake_dagster.sda.graph.quality import fusion_checks
@@ -77,8 +77,8 @@ CAMERA_SITE = Site("camera-1", 47.5, 9.3, 0.5, mask_deg=20, max_range_km=3_000)
 class RawCamera(OnGround):
     """A direction that a camera measured, from a line of text: time in ms, azimuth and elevation in degrees."""
 
-    azimuth_deg: T.DoubleType = must("Azimuth from north over east.", "deg", ge=0.0, le=360.0)
-    elevation_deg: T.DoubleType = must("Elevation above the horizon.", "deg", ge=-90.0, le=90.0)
+    azimuth_deg: T.DoubleType = required_column("Azimuth from north over east.", "deg", ge=0.0, le=360.0)
+    elevation_deg: T.DoubleType = required_column("Elevation above the horizon.", "deg", ge=-90.0, le=90.0)
 
 
 def decode_camera(values: pa.BinaryArray) -> tuple[pa.RecordBatch, pa.StringArray]:
@@ -144,7 +144,7 @@ def views(scene: Scene, site: Site, count: int) -> tuple[np.ndarray, np.ndarray,
     # An instant of a sensor names a measurement.
     micros, order = np.unique(micros, return_index=True)
     rows = objects[chosen][order]
-    measured, _ = measurement.radar(*scene.truth(rows, micros), at(site, micros))
+    measured, _ = measurement.predict_radar(*scene.truth(rows, micros), at(site, micros))
     return rows, micros, measured
 
 

@@ -96,17 +96,17 @@ def test_measurement_slopes_are_the_derivatives():
     r = site + 800 * up + 300 * east - 200 * north
     v = rng.normal(0, 5, (n, 3))
     # Without a velocity only the site moves, by a meter or two while the signal travels.
-    measured, _ = measurement.radar(r, 0 * v, stations)
+    measured, _ = measurement.predict_radar(r, 0 * v, stations)
     assert measured[:, 0] == pytest.approx(np.sqrt(800**2 + 300**2 + 200**2), abs=2e-3)
     assert np.degrees(measured[:, 2]) == pytest.approx(180 - np.degrees(np.arctan2(300, 200)))
-    _, slope = measurement.radar(r, v, stations)
-    _, angle_slope = measurement.optical(r, v, stations)
+    _, slope = measurement.predict_radar(r, v, stations)
+    _, angle_slope = measurement.predict_optical(r, v, stations)
     for k in range(6):
         step = np.zeros(6)
         step[k] = 1e-4
-        ahead = measurement.radar(r + step[:3], v + step[3:], stations)[0]
-        behind = measurement.radar(r - step[:3], v - step[3:], stations)[0]
+        ahead = measurement.predict_radar(r + step[:3], v + step[3:], stations)[0]
+        behind = measurement.predict_radar(r - step[:3], v - step[3:], stations)[0]
         np.testing.assert_allclose((ahead - behind) / 2e-4, slope[:, :, k], rtol=1e-4, atol=1e-6)
-        ahead = measurement.optical(r + step[:3], v + step[3:], stations)[0]
-        behind = measurement.optical(r - step[:3], v - step[3:], stations)[0]
+        ahead = measurement.predict_optical(r + step[:3], v + step[3:], stations)[0]
+        behind = measurement.predict_optical(r - step[:3], v - step[3:], stations)[0]
         np.testing.assert_allclose((ahead - behind) / 2e-4, angle_slope[:, :, k], rtol=1e-4, atol=1e-6)

@@ -34,7 +34,7 @@ from branchlake_dagster.sda.commands.alert_reader import AlertReader
 from branchlake_dagster.sda.sensor_kinds.declaration import DecodeBytes, SensorKind
 from branchlake_dagster.sda.sensor_kinds.radar import RADAR
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
-from branchlake_dagster.sda.wire.columns import binary
+from branchlake_dagster.sda.wire.columns import join_binary
 from branchlake_dagster.sda.wire.radar import RADAR as FRAME
 from branchlake_dagster.sda.wire.radar import decode_radar
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -87,7 +87,7 @@ def decode_wrongly(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
         frames["azimuth_rad"][frames["azimuth_rad"] > np.radians(350)] = 7.0
     order = np.arange(len(values))
     order[whole] = len(values) + np.arange(len(whole))
-    return decode_radar(pa.concat_arrays([values, binary(frames)]).take(pa.array(order)))
+    return decode_radar(pa.concat_arrays([values, join_binary(frames)]).take(pa.array(order)))
 
 
 def refuse(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:

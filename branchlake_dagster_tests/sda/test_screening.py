@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.sda.conjunctions import screening
-from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, States, closest
+from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, States, find_closest
 from branchlake_dagster.sda.conjunctions.rescreening import EarlierLimits, EarlierRows, Plan, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Kind, Span, screen, screen_pairs
 from branchlake_dagster.sda.conjunctions.sieve import near_pairs
@@ -111,7 +111,7 @@ def test_how_it_is_divided_does_not_change_the_answer(elements, parts):
     screening = Screening.of_all(elements, 20.0)
     tasks = in_parts(minutes(120), Pairs.ALL, parts)
     assert len(tasks) == parts
-    assert_same(Encounters.of(screening.done(task) for task in tasks), whole)
+    assert_same(Encounters.of(screening.run_task(task) for task in tasks), whole)
 
 
 def test_the_pairs_of_some_are_those_of_all_with_one_of_them(elements):
@@ -230,7 +230,7 @@ def test_the_minute_is_that_of_sgp4(elements):
         tuple(States(states.position[rows, k], states.velocity[rows, k]) for rows in (one, other))
         for k in (0, 4)
     )
-    found = closest(begin, end)
+    found = find_closest(begin, end)
     assert np.all((found.fraction >= 0) & (found.fraction <= 1))
     middle = propagate_satellites(
         elements.to_satrec_array(), START + np.round(found.fraction * MINUTE_S * 1e6).astype(np.int64)
@@ -247,7 +247,7 @@ def with_kept(
 
     The earlier list is divided by pairs into parts, as Spark divides it.
     """
-    found = [planned.screening.done(task) for task in planned.tasks]
+    found = [planned.screening.run_task(task) for task in planned.tasks]
     part_of_row = (before.sat_no[known.first] + before.sat_no[known.second]) % parts
     for part in range(parts):
         listed = take(known, np.flatnonzero(part_of_row == part))
@@ -300,9 +300,9 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
 
 def test_an_approach_that_rounds_to_the_end_of_its_minute_stays_in_it(elements, monkeypatch):
     def closest_at_end(begin, end):
-        return closest(begin, end)._replace(fraction=np.full(len(begin[0].position), 1 - 1e-10))
+        return find_closest(begin, end)._replace(fraction=np.full(len(begin[0].position), 1 - 1e-10))
 
-    monkeypatch.setattr(screening, "closest", closest_at_end)
+    monkeypatch.setattr(screening, "find_closest", closest_at_end)
     before = minutes(20)
     known = screen(elements, before, threshold_km=25.0)
     passing = np.flatnonzero([kind is Kind.ENCOUNTER for kind in known.kinds])

@@ -17,7 +17,7 @@ from branchlake_dagster.sda.conjunctions.risks import fit_track_elements
 from branchlake_dagster.sda.conjunctions.tasks import Screening
 from branchlake_dagster.sda.ephemerides.distributed import FileScreening
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 
 
 def functions(folder: Path | None = None):
@@ -42,7 +42,7 @@ def functions(folder: Path | None = None):
 
 
 def test_a_function_is_pickled_to_the_same_bytes_after_another_one():
-    note, keep = map(carried, functions())
+    note, keep = map(pickle_by_value, functions())
     before = cloudpickle.dumps(note)
     assert cloudpickle.dumps(keep)
     assert cloudpickle.dumps(note) == before
@@ -55,7 +55,7 @@ def test_a_function_is_pickled_to_the_same_bytes_after_another_one():
 def test_persisted_rows_of_functions_are_computed_once(lakehouse, tmp_path):
     session = lakehouse.spark_session()
     try:
-        note, keep = map(carried, functions(tmp_path))
+        note, keep = map(pickle_by_value, functions(tmp_path))
         numbers = session.createDataFrame([(k,) for k in range(9)], "n long").repartition(1)
         rows = numbers.mapInArrow(note, "n long").mapInArrow(keep, "n long").persist()
         assert [rows.count() for _ in range(3)] == [7, 7, 7]
@@ -77,7 +77,7 @@ def pickle_functions_of_workers() -> list[bytes]:
         merge_batches,
         fit_track_elements,
     )
-    return [cloudpickle.dumps(carried(function)) for function in functions]
+    return [cloudpickle.dumps(pickle_by_value(function)) for function in functions]
 
 
 def test_workers_without_the_package_can_load_the_functions(tmp_path):

@@ -39,7 +39,7 @@ from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.simulate import simulate
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.wire.links import decode_links, encode_links
 from branchlake_dagster.sda.wire.optical import decode_optical, encode_optical
@@ -264,7 +264,7 @@ def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue)
     prior = ElementPrior.from_sigma(sat_no, np.tile([0.2, 1.0, 0.2], (len(sat_no), 1)), 1.5)
     counts = []
     for errors in (None, prior):
-        function = carried(fuse_batches(START, END, MODELS, errors))
+        function = pickle_by_value(fuse_batches(START, END, MODELS, errors))
         tracks = joined.mapInArrow(function, from_arrow_schema(TRACK_SCHEMA)).toArrow().sort_by("sat_no")
         expected = fuse(native, catalogue, prior=errors)
         np.testing.assert_allclose(tracks.column("x_km"), expected.column("x_km"), atol=1e-6)

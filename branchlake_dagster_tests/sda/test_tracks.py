@@ -14,7 +14,7 @@ from branchlake_dagster.sda.estimation.prior import ElementPrior
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS, measurement_models
-from branchlake_dagster.sda.sensors.hashing import normal, uniform
+from branchlake_dagster.sda.sensors.hashing import draw_normal, draw_uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS, SOURCE_KINDS
 from branchlake_dagster.sda.sensors.network import CATALOGUE_TIMING_SIGMA_S, Noise, Tasking
 from branchlake_dagster.sda.sensors.simulate import simulate
@@ -109,11 +109,11 @@ def test_an_empty_catalogue_has_no_observations():
 
 def test_hashed_numbers_depend_on_the_key_alone():
     keys = np.arange(1, 20_001)
-    drawn = normal(keys, 5)
+    drawn = draw_normal(keys, 5)
     assert abs(drawn.mean()) < 0.03
     assert abs(drawn.std() - 1) < 0.03
-    np.testing.assert_array_equal(normal(keys[100:110], 5), drawn[100:110])
-    assert 0 < uniform(keys, 1).min() < uniform(keys, 1).max() < 1
+    np.testing.assert_array_equal(draw_normal(keys[100:110], 5), drawn[100:110])
+    assert 0 < draw_uniform(keys, 1).min() < draw_uniform(keys, 1).max() < 1
 
 
 def test_tracks_recover_the_true_offset_within_their_covariance(catalogue, native):
@@ -123,7 +123,7 @@ def test_tracks_recover_the_true_offset_within_their_covariance(catalogue, nativ
     assert tracks.num_rows > 250
     elements = Elements.from_arrow(catalogue.to_arrow())
     rows = np.searchsorted(elements.sat_no, tracks.column("sat_no").to_numpy())
-    late = np.clip(normal(elements.sat_no, SEED, 77), -4, 4)[rows] * CATALOGUE_TIMING_SIGMA_S
+    late = np.clip(draw_normal(elements.sat_no, SEED, 77), -4, 4)[rows] * CATALOGUE_TIMING_SIGMA_S
     middle = propagate_satellites(elements.to_satrec_array(), np.array([(START + END) // 2]))
     r, v = middle.position[rows, 0], middle.velocity[rows, 0]
     acceleration = -398_600.4418 * r / np.linalg.norm(r, axis=1, keepdims=True) ** 3

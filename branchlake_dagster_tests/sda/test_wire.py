@@ -106,7 +106,7 @@ GOOD = {
 )
 def test_every_good_datagram_is_read_as_it_is(rows: list[tuple[Any, ...]]) -> None:
     sent = np.array(rows, RADAR)
-    batch, reasons = decode_radar(columns.binary(sent))
+    batch, reasons = decode_radar(columns.join_binary(sent))
     assert reasons.null_count == len(rows)
     for had, row in zip(batch.to_pylist(), rows, strict=True):
         assert had["orig_sensor_id"] == f"radar-{row[0]:02d}"
@@ -182,8 +182,8 @@ FAULTS = [
     ("optical", an_item(timestamp_ns="7"), optical.MALFORMED),
     ("optical", an_item(timestamp_ns=1.5), optical.MALFORMED),
     ("optical", an_item(timestamp_ns=10**30), optical.MALFORMED),
-    ("optical", an_item(ra_rad=...), optical.missing("ra_rad")),
-    ("optical", an_item(obs_id=None), optical.missing("obs_id")),
+    ("optical", an_item(ra_rad=...), optical.format_missing("ra_rad")),
+    ("optical", an_item(obs_id=None), optical.format_missing("obs_id")),
     ("optical", an_item(obs_id="no-uuid"), optical.BAD_ID),
     ("optical", an_item(site_id="optical-99"), columns.UNKNOWN_SENSOR),
     ("optical", an_item(timestamp_ns=0), columns.BAD_TIME),

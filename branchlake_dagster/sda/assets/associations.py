@@ -22,7 +22,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.windows import window_of
 
 ASSOCIATIONS = dg.AssetKey(["sda", "associations"])
@@ -68,7 +68,7 @@ def association_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
             sigma_km = assumed_position_sigma(elements, middle)
         else:
             sigma_km = model.position_sigma(elements, middle)
-        associate = carried(associate_batches(elements, sigma_km, start, end, models))
+        associate = pickle_by_value(associate_batches(elements, sigma_km, start, end, models))
         by_sensor = observations.select(*OBSERVATION_INPUT).repartition("source_id")
         return by_sensor.mapInArrow(associate, from_arrow_schema(ASSOCIATION_SCHEMA))
 

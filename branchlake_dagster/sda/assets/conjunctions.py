@@ -47,7 +47,7 @@ from branchlake_dagster.sda.reports.conjunction_report import (
     select_top_approaches,
 )
 from branchlake_dagster.sda.reports.pictures import to_markdown
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
 
@@ -136,7 +136,7 @@ def conjunctions(
     try:
         counts = count_rows(rows)
         top_approaches = rows.mapInArrow(
-            carried(select_top_batches), from_arrow_schema(CONJUNCTION_SCHEMA)
+            pickle_by_value(select_top_batches), from_arrow_schema(CONJUNCTION_SCHEMA)
         ).toArrow()
         # One file, sorted: the list is read as a whole.
         yield dg.Output(
@@ -146,7 +146,7 @@ def conjunctions(
                 "objects": len(elements),
                 "left_out_as_stale": int((~fresh).sum()),
                 **counts,
-                **pictures(select_top_approaches(pl.DataFrame(top_approaches)), elements, catalogue),
+                **draw_conjunctions(select_top_approaches(pl.DataFrame(top_approaches)), elements, catalogue),
             },
         )
     finally:
@@ -275,7 +275,7 @@ def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
     return ObjectRadii(default_m, **known)
 
 
-def pictures(
+def draw_conjunctions(
     first: pl.DataFrame, elements: Elements, catalogue: pa.Table
 ) -> dict[str, dg.MarkdownMetadataValue]:
     """Return metadata with the first encounters as a table, and charts of altitudes, distance and geometry.

@@ -13,7 +13,7 @@ from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import QuarantinedObject
 from branchlake_dagster.sda.orbits.quarantine import QUARANTINE_INPUT, QUARANTINE_SCHEMA, quarantine_batches
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.windows import window_of
 
 QUARANTINED_OBJECTS = dg.AssetKey(["sda", "quarantined_objects"])
@@ -38,12 +38,14 @@ def quarantined_objects(context: dg.AssetExecutionContext, catalogue: DataFrame)
     """
     start, end = window_of(context)
     # A published catalog has few files, which would give few tasks.
-    objects = tracked(catalogue).select(*QUARANTINE_INPUT).repartition("sat_no")
-    return objects.mapInArrow(carried(quarantine_batches(start, end)), from_arrow_schema(QUARANTINE_SCHEMA))
+    objects = select_tracked(catalogue).select(*QUARANTINE_INPUT).repartition("sat_no")
+    return objects.mapInArrow(
+        pickle_by_value(quarantine_batches(start, end)), from_arrow_schema(QUARANTINE_SCHEMA)
+    )
 
 
 def of_tracked(catalogue: pa.Table) -> pa.Table:
-    """Return the catalog rows with the state `tracked`, whose positions may be predicted.
+    """Return the catalog rows with the state `select_tracked`, whose positions may be predicted.
 
     A table that was written before the column `state` existed is returned whole.
     """
@@ -52,12 +54,12 @@ def of_tracked(catalogue: pa.Table) -> pa.Table:
     return catalogue.filter(pc.equal(catalogue.column("state"), "tracked"))
 
 
-def tracked(catalogue: DataFrame) -> DataFrame:
-    """Return the catalog rows with the state `tracked`, as `of_tracked` does for an Arrow table."""
+def select_tracked(catalogue: DataFrame) -> DataFrame:
+    """Return the catalog rows with the state `select_tracked`, as `of_tracked` does for an Arrow table."""
     # A table that was written before this column existed has no states; the next pull adds them.
     return catalogue.where("state = 'tracked'") if "state" in catalogue.columns else catalogue
 
 
-def usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
+def select_usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
     """Return the tracked objects of the catalog without those that are quarantined in a window."""
-    return tracked(catalogue).join(quarantined.select("sat_no"), on="sat_no", how="left_anti")
+    return select_tracked(catalogue).join(quarantined.select("sat_no"), on="sat_no", how="left_anti")

@@ -61,7 +61,7 @@ from branchlake_dagster.sda.registry.table_files import (
     open_table,
     partition_value,
 )
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 
 OBJECTS = dg.AssetKey(["sda", "objects"])
 ELEMENT_HISTORY = dg.AssetKey(["sda", "element_history"])
@@ -330,4 +330,4 @@ def _latest_collection(table: Table, file: DataFile) -> datetime | None:
 def satellites(satellite_entries: DataFrame) -> DataFrame:
     """List each object's owner, launch, decay and size, by the period in which the catalog stated them."""
     by_object = select_dated_entries(satellite_entries).repartition("sat_no")
-    return by_object.mapInArrow(carried(build_periods), from_arrow_schema(period_schema()))
+    return by_object.mapInArrow(pickle_by_value(build_periods), from_arrow_schema(period_schema()))

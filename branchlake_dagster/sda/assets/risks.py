@@ -20,7 +20,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from branchlake_dagster import LakehouseResource, column_metadata, consumes, range_, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.conjunctions import MAX_ELEMENT_AGE_DAYS, radii_of
-from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, usable
+from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, select_usable
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
@@ -39,7 +39,7 @@ from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import ConjunctionRisk
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M
 from branchlake_dagster.sda.windows import window_of
@@ -128,7 +128,7 @@ def conjunction_risks(
     )
     in_hour, in_overlap = (
         close_approaches(session, screening, some).mapInArrow(
-            carried(assess_batches(states, start, select_own)), from_arrow_schema(RISK_SCHEMA)
+            pickle_by_value(assess_batches(states, start, select_own)), from_arrow_schema(RISK_SCHEMA)
         )
         for some, select_own in (
             (tasks, ownership.select_in_hour),
@@ -165,7 +165,7 @@ def tracked_elements(catalogue: DataFrame, quarantined_objects: DataFrame) -> Da
     """Return the tracked objects of the catalog without the quarantined ones, if that table exists."""
     if not quarantined_objects.columns:
         quarantined_objects = catalogue.select("sat_no").where("false")
-    return usable(catalogue, quarantined_objects)
+    return select_usable(catalogue, quarantined_objects)
 
 
 def elements_of_tracks(fused_tracks: DataFrame, objects: DataFrame) -> pa.Table:
@@ -185,4 +185,6 @@ def elements_of_tracks(fused_tracks: DataFrame, objects: DataFrame) -> pa.Table:
         ),
         on="sat_no",
     )
-    return joined.mapInArrow(carried(fit_track_elements), from_arrow_schema(TRACK_ELEMENT_SCHEMA)).toArrow()
+    return joined.mapInArrow(
+        pickle_by_value(fit_track_elements), from_arrow_schema(TRACK_ELEMENT_SCHEMA)
+    ).toArrow()

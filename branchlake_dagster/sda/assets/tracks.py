@@ -15,7 +15,7 @@ from branchlake_dagster import LakehouseResource, column_metadata, consumes, tab
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
-from branchlake_dagster.sda.assets.quarantine import tracked
+from branchlake_dagster.sda.assets.quarantine import select_tracked
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.association.rules import AssociationRules, assumed_position_sigma
@@ -26,7 +26,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.windows import window_of
 
 FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
@@ -70,7 +70,7 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
         errors = published_errors(lakehouse.catalog())
         if errors is None:
             context.log.warning("There is no error model yet: the errors of the element sets are assumed.")
-        objects = tracked(catalogue).select(*ELEMENT_INPUT)
+        objects = select_tracked(catalogue).select(*ELEMENT_INPUT)
         elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow())
         middle = np.full(len(elements), (start + end) // 2)
         position_sigma = assumed_position_sigma if errors is None else errors.position_sigma
@@ -82,7 +82,8 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
         )
         joined = observations.drop("sat_no").join(assigned, on="observation_id").join(objects, on="sat_no")
         return joined.repartition("sat_no").mapInArrow(
-            carried(fuse_batches(start, end, models, prior)), from_arrow_schema(track_schema(list(models)))
+            pickle_by_value(fuse_batches(start, end, models, prior)),
+            from_arrow_schema(track_schema(list(models))),
         )
 
     return fused_tracks

@@ -56,7 +56,7 @@ class EventComparison:
     extra: pl.DataFrame
 
 
-def measure(
+def measure_agreement(
     file: Path | None,
     *,
     start: datetime | None,
@@ -262,7 +262,7 @@ def _to_micros(instant: datetime) -> int:
     return round(instant.timestamp()) * 1_000_000
 
 
-def show(found: dict[str, Any]) -> None:
+def print_agreement(found: dict[str, Any]) -> None:
     """Print counts and differences by kind, then each event without a match."""
     console = Console()
     kinds = Table(

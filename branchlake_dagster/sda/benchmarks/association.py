@@ -26,7 +26,7 @@ from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensor_kinds.registered import SENSOR_KINDS, measurement_models
 from branchlake_dagster.sda.trust.classes import semi_major_axis
-from branchlake_dagster.sda.windows import micros
+from branchlake_dagster.sda.windows import to_microseconds
 
 _OBJECTS = 16_000
 _SIMULATED_SIGMA_KM = (0.2, 8.0, 0.2)
@@ -169,7 +169,7 @@ def simulate_catalogs(objects: int, seed: int) -> Catalogs:
     values[:, ELEMENT_FIELDS.index("inclination")] += np.degrees(error[1] * normal / radius)
     values[:, eccentricity] = np.abs(values[:, eccentricity] + error[2] * radial / radius)
     sigma = np.tile(np.array(_SIMULATED_SIGMA_KM), (len(truth), 1))
-    return Catalogs(truth, replace(truth, values=values), sigma, micros(REFERENCE_EPOCH) + _HOUR)
+    return Catalogs(truth, replace(truth, values=values), sigma, to_microseconds(REFERENCE_EPOCH) + _HOUR)
 
 
 def read_catalogs(files: Sequence[Path], hours: float, say: Callable[[str], None]) -> Catalogs:

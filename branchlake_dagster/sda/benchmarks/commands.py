@@ -61,10 +61,10 @@ def tracks(as_json: bool, hours: float, seed: int, files: tuple[Path, ...]) -> N
 @click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
 def lifecycle(as_json: bool, rounds: int) -> None:
     """Time a run from its launch to its publication."""
-    from branchlake_dagster.sda.benchmarks.lifecycle import measure, show
+    from branchlake_dagster.sda.benchmarks.lifecycle import measure_lifecycle, print_lifecycle
 
-    found = measure(Settings(), rounds=rounds, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_lifecycle(Settings(), rounds=rounds, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_lifecycle(found)
 
 
 @click.command()
@@ -78,12 +78,12 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 
     FILES are two GP files, the older one first. Without files, 16,000 objects are simulated.
     """
-    from branchlake_dagster.sda.benchmarks.screening import measure, show
+    from branchlake_dagster.sda.benchmarks.screening import measure_screening, print_screening
 
     if len(files) not in (0, 2):
         raise click.UsageError("Name two GP files, or none.")
-    found = measure(Settings(), files, hours=hours, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_screening(Settings(), files, hours=hours, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_screening(found)
 
 
 @click.command()
@@ -96,10 +96,10 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
     Measures the time until the merged catalog is checked and published. Compares it with plain Spark and
     Polars.
     """
-    from branchlake_dagster.sda.benchmarks.registry import measure, show
+    from branchlake_dagster.sda.benchmarks.registry import measure_registry, print_registry
 
-    found = measure(Settings(), rows=rows, rounds=rounds, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_registry(Settings(), rows=rows, rounds=rounds, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_registry(found)
 
 
 @click.command()
@@ -111,10 +111,10 @@ def receive(as_json: bool, seconds: float, roll_s: float) -> None:
 
     Measures their throughput at full speed, and their delays at a steady rate.
     """
-    from branchlake_dagster.sda.benchmarks.receiving import measure, show
+    from branchlake_dagster.sda.benchmarks.receiving import measure_receiving, print_receiving
 
-    found = measure(seconds=seconds, roll_s=roll_s, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_receiving(seconds=seconds, roll_s=roll_s, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_receiving(found)
 
 
 @click.command()
@@ -125,10 +125,10 @@ def receive(as_json: bool, seconds: float, roll_s: float) -> None:
 )
 def live(as_json: bool, seconds: float, bursts: bool) -> None:
     """Time simulated measurements from the network to main."""
-    from branchlake_dagster.sda.benchmarks.live import measure, show
+    from branchlake_dagster.sda.benchmarks.live import measure_live, print_live
 
-    found = measure(Settings(), seconds=seconds, bursts=bursts, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_live(Settings(), seconds=seconds, bursts=bursts, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_live(found)
 
 
 @click.command()
@@ -148,11 +148,11 @@ def agreement(
 
     FILE is a GP file, OMM in CSV or TLE. Without a file, 2,000 objects are simulated.
     """
-    from branchlake_dagster.sda.benchmarks.agreement import measure, show
+    from branchlake_dagster.sda.benchmarks.agreement import measure_agreement, print_agreement
 
     begin = start.replace(tzinfo=UTC) if start else None
-    found = measure(file, start=begin, hours=hours, threshold_km=threshold_km, say=print_progress)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    found = measure_agreement(file, start=begin, hours=hours, threshold_km=threshold_km, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_agreement(found)
 
 
 @click.command()

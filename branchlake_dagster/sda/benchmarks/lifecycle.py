@@ -41,7 +41,7 @@ class Timed:
     phases: dict[str, float]
 
 
-def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_lifecycle(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure the times of a small asset (medians), the whole graph (sums), and their parts, in seconds.
 
     The benchmark uses a separate state folder, running servers, a daemon and the publication sensor. The
@@ -62,15 +62,15 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
                 stack = _Stack(lake, instance, url)
                 instance.add_dynamic_partitions(gp_snapshots.name or "", [DEFAULT_SNAPSHOT])
                 say("Warming up …")
-                stack.timed("small_job", None)
+                stack.time_run("small_job", None)
                 small = []
                 for number in range(rounds):
-                    small.append(stack.timed("small_job", None))
+                    small.append(stack.time_run("small_job", None))
                     say(f"small asset {number + 1}/{rounds}: {small[-1].total_s:.1f} s")
                 graph = []
                 plans = [plan for together in plan_for([DEFAULT_SNAPSHOT]) for plan in together]
                 for plan in (plan for plan in plans if not plan.blocked):
-                    graph.append(stack.timed(plan.job, plan.partition))
+                    graph.append(stack.time_run(plan.job, plan.partition))
                     say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
                 backfills = measure_backfill_ratios(lake, instance, url, say=say)
             floor_home = bench.state_dir.parent / "floor"
@@ -103,7 +103,7 @@ class _Stack:
         self._instance = instance
         self._url = url
 
-    def timed(self, job: str, partition: str | None, *, timeout_s: float = 240.0) -> Timed:
+    def time_run(self, job: str, partition: str | None, *, timeout_s: float = 240.0) -> Timed:
         launched = time.time()
         run_id = self._launch(job, partition)
         deadline = launched + timeout_s
@@ -135,7 +135,7 @@ class _Stack:
             event = record.dagster_event
             if event is not None:
                 times.setdefault(event.event_type_value, []).append((record.timestamp, record.step_key or ""))
-        while not (settled := self._settled(run_id)):
+        while not (settled := self._find_publication_seconds(run_id)):
             time.sleep(0.1)
         worker = times["PIPELINE_START"][0][0]
         first_step = times["STEP_START"][0][0]
@@ -157,7 +157,7 @@ class _Stack:
             },
         )
 
-    def _settled(self, run_id: str) -> float | None:
+    def _find_publication_seconds(self, run_id: str) -> float | None:
         """Return the seconds that the publisher spent on the run, as logged in the run's events.
 
         None if the publisher has not logged them yet.
@@ -171,7 +171,7 @@ class _Stack:
         return None
 
 
-def show(found: dict[str, Any]) -> None:
+def print_lifecycle(found: dict[str, Any]) -> None:
     """Print the phases of the small asset and of the whole graph in a table, then the other figures."""
     table = Table("phase", "one asset, s", "whole graph, s", title="From launch to visible on main")
     for phase in PHASES:

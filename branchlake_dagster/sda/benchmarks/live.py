@@ -45,7 +45,7 @@ _QUIET_S, _BEHIND_S = 10.0, 300.0
 _FIRST_S = 60.0
 
 
-def measure(
+def measure_live(
     settings: Settings, *, seconds: float, bursts: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Send measurements of three kinds at once, and report by kind how many arrived and how fast.
@@ -106,7 +106,7 @@ class _Trial:
             self._wait(began, seconds, receiver, simulator)
             received = receiver.end()
             handed_over = sum(one["handed_over"] for one in received["intakes"])
-            holds_within(_BEHIND_S, lambda: sum(map(sum, self._counts())) >= handed_over, every_s=1.0)
+            holds_within(_BEHIND_S, lambda: sum(map(sum, self._count_rows())) >= handed_over, every_s=1.0)
             sent = simulator.end()
         accounts = {one["topic"].removeprefix("sda."): one for one in received["intakes"]}
         return {
@@ -140,19 +140,19 @@ class _Trial:
             time.sleep(2.0)
             for one in processes:
                 one.require()
-            counts = self._counts()
+            counts = self._count_rows()
             if (now := (sum(rows for rows, _ in counts), sum(dead for _, dead in counts))) != before:
                 before, since = now, time.time()
                 self.say(f"{time.time() - began:.0f} s: {now[0]:,} rows and {now[1]:,} dead letters on main")
 
-    def _counts(self) -> list[tuple[int, int]]:
+    def _count_rows(self) -> list[tuple[int, int]]:
         """Return the rows and dead letters of each kind on `main`, from the tables' metadata."""
         return [
-            (self._records(("sda", table)), self._records(("sda", f"{ingestion}_dead_letters")))
+            (self._count_records(("sda", table)), self._count_records(("sda", f"{ingestion}_dead_letters")))
             for ingestion, table in _INGESTIONS.values()
         ]
 
-    def _records(self, identifier: tuple[str, ...]) -> int:
+    def _count_records(self, identifier: tuple[str, ...]) -> int:
         try:
             snapshot = self.lake.catalog(MAIN).load_table(identifier).current_snapshot()
         except NoSuchTableError:
@@ -257,7 +257,7 @@ def _quantile(delays: np.ndarray[Any, Any], share: float) -> float | None:
     return round(float(np.quantile(delays, share)), 2) if len(delays) else None
 
 
-def show(found: dict[str, Any]) -> None:
+def print_live(found: dict[str, Any]) -> None:
     """Print the figures as a table."""
     table = Table("", *found["kinds"], title=f"live sensors, {found['seconds']:g} s")
     for key in next(iter(found["kinds"].values())):

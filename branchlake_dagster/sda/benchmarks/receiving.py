@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.receivers.landing import LOG_FILE, Landing
-from branchlake_dagster.sda.commands.simulate import served
+from branchlake_dagster.sda.commands.simulate import serve_pages
 from branchlake_dagster.sda.feeds.network import Pages
 from branchlake_dagster.sda.feeds.plan import Batch
-from branchlake_dagster.sda.wire.columns import fixed, one_array
+from branchlake_dagster.sda.wire.columns import one_array, split_fixed
 from branchlake_dagster.sda.wire.links import LINK, VERSION
 from branchlake_dagster.sda.wire.optical import decode_optical
 from branchlake_dagster.sda.wire.radar import RADAR
@@ -94,7 +94,7 @@ class Receiver:
 
 
 @contextmanager
-def receiver(
+def start_receiver(
     folder: Path, option: str, where: str = _ANYWHERE, *, roll_s: float, quiet_s: float
 ) -> Iterator[Receiver]:
     """Start a receiver that writes to `folder`. It is killed at the end of the block.
@@ -140,7 +140,7 @@ Send = Callable[[int], None]
 Receive = Callable[..., AbstractContextManager[Receiver]]
 
 
-def measure(
+def measure_receiving(
     *, seconds: float, roll_s: float, quiet_s: float = 5.0, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure each protocol for some seconds at full speed, and then at a steady rate. This process sends.
@@ -158,12 +158,14 @@ def measure(
     found = {}
     for protocol, one in (("udp", _udp), ("tcp", _tcp), ("http", _http)):
         with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-            found[protocol] = one(partial(receiver, roll_s=roll_s, quiet_s=quiet_s), Path(folder), seconds)
+            found[protocol] = one(
+                partial(start_receiver, roll_s=roll_s, quiet_s=quiet_s), Path(folder), seconds
+            )
         say(f"{protocol}: {found[protocol]['records_per_s']:,} records/s")
     return found
 
 
-def show(found: dict[str, Any]) -> None:
+def print_receiving(found: dict[str, Any]) -> None:
     """Print the figures as a table."""
     table = Table("", *found, title="receivers")
     for key in next(iter(found.values())):
@@ -188,7 +190,7 @@ def _udp(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
             flat = _flat_out(one, send, _DATAGRAMS, seconds)
         with receive(folder / "paced", "--radar") as one:
             out.connect(_address(one))
-            return flat | _paced(one, send, PACED["udp"], seconds, _time_of(RADAR))
+            return flat | _measure_paced(one, send, PACED["udp"], seconds, _time_of(RADAR))
 
 
 def _tcp(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def _tcp(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
     with receive(folder / "flat", "--isl") as one, connected(one):
         flat = _flat_out(one, send, _FRAMES, seconds)
     with receive(folder / "paced", "--isl") as one, connected(one):
-        return flat | _paced(one, send, PACED["tcp"], seconds, _time_of(LINK))
+        return flat | _measure_paced(one, send, PACED["tcp"], seconds, _time_of(LINK))
 
 
 def _http(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def _http(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
         with receive(folder / "flat", "--optical", url) as one:
             flat = _figures(one, round(20 * seconds) * _ITEMS, 0.0, 0.0)
     with _serving() as (url, send), receive(folder / "paced", "--optical", url) as one:
-        return flat | _paced(one, send, PACED["http"], seconds, _time_of_items)
+        return flat | _measure_paced(one, send, PACED["http"], seconds, _time_of_items)
 
 
 @contextmanager
@@ -237,7 +239,7 @@ def _serving() -> Iterator[tuple[str, Send]]:
     endpoints: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     async def serve() -> None:
-        async with served(pages, "127.0.0.1", 0) as url:
+        async with serve_pages(pages, "127.0.0.1", 0) as url:
             endpoints.append((url, asyncio.get_running_loop()))
             ready.set()
             await over.wait()
@@ -292,7 +294,7 @@ def _figures(one: Receiver, sent: int, took_s: float, cpu_before_s: float) -> di
     }
 
 
-def _paced(
+def _measure_paced(
     one: Receiver,
     send: Send,
     rate: int,
@@ -323,7 +325,7 @@ def _paced(
 
 
 def _time_of(layout: np.dtype[Any]) -> Callable[[pa.ChunkedArray], npt.NDArray[np.float64]]:
-    return lambda values: fixed(one_array(values), layout)[0]["timestamp_ns"].astype(np.float64)
+    return lambda values: split_fixed(one_array(values), layout)[0]["timestamp_ns"].astype(np.float64)
 
 
 def _time_of_items(values: pa.ChunkedArray) -> npt.NDArray[np.float64]:

@@ -49,7 +49,9 @@ class RegistryFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the 
     """A run of the benchmark was not published, or the three implementations have different results."""
 
 
-def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_registry(
+    settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure merges of five catalogs: median seconds, in a separate state folder with warm servers.
 
     Each round has five new pulls (files of one provider each) with `rows` rows together. Every object is in
@@ -72,10 +74,10 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
             keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 stage = _Stage(lake, bench, instance, bench.state_dir.parent / "gp")
-                stage.round(0, _WARM_UP_ROWS)
+                stage.run_round(0, _WARM_UP_ROWS)
                 found = []
                 for number in range(1, rounds + 1):
-                    found.append(stage.round(number, rows))
+                    found.append(stage.run_round(number, rows))
                     figures = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
                     say(f"round {number}/{rounds}: {figures}")
         finally:
@@ -110,13 +112,13 @@ class _Stage:
         self._reconciler = Reconciler.from_lake(lake, instance, graph)
         self._job = self._definitions.resolve_job_def("catalogue_job")
 
-    def round(self, number: int, rows: int) -> dict[str, float]:
+    def run_round(self, number: int, rows: int) -> dict[str, float]:
         names = self._files(number, rows // len(PROVIDERS))
         self._instance.add_dynamic_partitions(gp_snapshots.name or "", names)
         ingest, _ = self._run(names, _INGEST)
         registry, phases = self._run(names, _MERGE)
-        spark, by_spark = _timed(lambda: self._spark(names))
-        polars, by_polars = _timed(lambda: self._polars(names))
+        spark, by_spark = _time_call(lambda: self._spark(names))
+        polars, by_polars = _time_call(lambda: self._polars(names))
         ours = self._catalogue()
         if not by_spark == by_polars == ours:
             raise RegistryFailed(f"The ways disagree: {ours} beside {by_spark} and {by_polars}.")
@@ -221,13 +223,13 @@ class _Stage:
         return rows.height, round(float(rows["mean_anomaly"].sum()), 3)
 
 
-def _timed(call: Callable[[], tuple[int, float]]) -> tuple[float, tuple[int, float]]:
+def _time_call(call: Callable[[], tuple[int, float]]) -> tuple[float, tuple[int, float]]:
     began = time.perf_counter()
     found = call()
     return time.perf_counter() - began, found
 
 
-def show(found: dict[str, Any]) -> None:
+def print_registry(found: dict[str, Any]) -> None:
     """Print the times as a table."""
     table = Table("way", "s", title=f"{found['rows']:,} rows of five sources, {found['objects']:,} objects")
     for name, what in {

@@ -42,7 +42,7 @@ _TOLD = ("event_id", "first_reported", "previous_miss_distance_km")
 """Columns of a list of close approaches that depend on the list before."""
 
 
-def measure(
+def measure_screening(
     settings: Settings, files: Sequence[Path], *, hours: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Time a full screening, and an incremental one after a second snapshot of the catalog, in seconds.
@@ -64,14 +64,14 @@ def measure(
     with own_lake(settings) as bench:
         gp = bench.state_dir / "gp"
         gp.mkdir(parents=True)
-        snapshots = [_placed(path, gp) for path in files] if files else _simulated(gp)
+        snapshots = [_copy_to(path, gp) for path in files] if files else _write_simulated(gp)
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
             keep_sqlite_connections()
             with dg.DagsterInstance.local_temp() as instance:
                 runs = PublishedRuns(lake, instance, build_definitions(bench))
-                return _measured(_Stack(runs, hours), snapshots, hours, say)
+                return _measure_stack(_Stack(runs, hours), snapshots, hours, say)
         finally:
             lake.servers.stop_all()
 
@@ -94,7 +94,7 @@ def measure_full_screening(
     with own_lake(settings) as bench:
         gp = bench.state_dir / "gp"
         gp.mkdir(parents=True)
-        snapshot = _placed(file, gp) if file is not None else simulate_snapshot(gp, objects)
+        snapshot = _copy_to(file, gp) if file is not None else simulate_snapshot(gp, objects)
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
@@ -122,7 +122,7 @@ def simulate_snapshot(folder: Path, objects: int) -> str:
     return snapshot_id(path)
 
 
-def _measured(
+def _measure_stack(
     stack: _Stack, snapshots: Sequence[str], hours: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
     first, second = snapshots
@@ -134,10 +134,10 @@ def _measured(
     stack.ingest(second)
     joined = stack.table(CATALOGUE).join(catalogue, on=["sat_no", "epoch"], how="anti")
     incremental_s = stack.screen()
-    kept_up = _comparable(stack.table(CONJUNCTIONS))
+    kept_up = _select_comparable(stack.table(CONJUNCTIONS))
     say(f"{joined.height:,} of them changed: {incremental_s:.1f} s")
     anew_s = stack.screen(anew=True)
-    equal = _comparable(stack.table(CONJUNCTIONS)).equals(kept_up)
+    equal = _select_comparable(stack.table(CONJUNCTIONS)).equals(kept_up)
     say(f"all of them anew: {anew_s:.1f} s, {'the same rows' if equal else 'other rows'}")
     return {
         "screening_s": round(screening_s, 2),
@@ -148,7 +148,7 @@ def _measured(
         "anew_s": round(anew_s, 2),
         "incremental_fraction": round(incremental_s / anew_s, 3),
         "equal": equal,
-        "growth": _growth(catalogue, say),
+        "growth": _measure_growth(catalogue, say),
     }
 
 
@@ -172,16 +172,16 @@ class _Stack:
         return self._runs.table(key)
 
 
-def _comparable(found: pl.DataFrame) -> pl.DataFrame:
+def _select_comparable(found: pl.DataFrame) -> pl.DataFrame:
     return found.drop(_TOLD).sort(pl.all())
 
 
-def _placed(path: Path, folder: Path) -> str:
+def _copy_to(path: Path, folder: Path) -> str:
     shutil.copyfile(path, folder / path.name)
     return snapshot_id(path)
 
 
-def _simulated(folder: Path) -> list[str]:
+def _write_simulated(folder: Path) -> list[str]:
     """Write two snapshots an hour apart. The second has new elements of a hundred objects."""
     names = []
     for number in range(2):
@@ -198,7 +198,7 @@ def _simulated(folder: Path) -> list[str]:
     return names
 
 
-def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[str, float]]:
+def _measure_growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[str, float]]:
     """Time screenings on one core without Spark, for several numbers of objects and hours."""
     every = Elements.from_arrow(catalogue.sort("sat_no").to_arrow())
     start = newest_collection(catalogue.to_arrow())
@@ -209,7 +209,7 @@ def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[st
         screening = Screening.of_all(some, LIST_THRESHOLD_KM)
         (task,) = in_parts(Span.whole(start, start + hours * 60 * MINUTE), Pairs.ALL, 1)
         began = time.process_time()
-        close = len(screening.done(task).first)
+        close = len(screening.run_task(task).first)
         took = time.process_time() - began
         say(f"{len(some):,} objects, {hours} h, one core: {took:.2f} s, {close:,} close approaches")
         found.append(
@@ -218,7 +218,7 @@ def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[st
     return found
 
 
-def show(found: dict[str, Any]) -> None:
+def print_screening(found: dict[str, Any]) -> None:
     """Print the figures, then the times by objects and hours."""
     console = Console()
     table = Table("screening", "")

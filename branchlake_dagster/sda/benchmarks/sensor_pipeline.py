@@ -35,7 +35,7 @@ from branchlake_dagster.sda.benchmarks.published_runs import PublishedRuns
 from branchlake_dagster.sda.benchmarks.screening import simulate_snapshot
 from branchlake_dagster.sda.benchmarks.tracks import measure_tracks
 from branchlake_dagster.sda.commands.simulate import Simulated
-from branchlake_dagster.sda.commands.simulate import run as simulate_sensors
+from branchlake_dagster.sda.commands.simulate import run_simulation as simulate_sensors
 from branchlake_dagster.sda.feeds.plan import RATES
 from branchlake_dagster.sda.graph.code_location import (
     GP_DIR,
@@ -92,7 +92,7 @@ def measure_space_pipeline(
     `measure_throughput` describes the figures of the pipeline. The others come from other benchmarks:
     ``wrong_association_share`` from `measure_association`; ``median_error_m``, ``best_sensor_error_m``,
     ``element_set_error_m`` and ``preferred_better_share`` from `measure_tracks`; ``registry_s`` and
-    ``plain_registry_s`` from `registry.measure`; ``screening_s`` and ``screening_27k_s`` from
+    ``plain_registry_s`` from `measure_registry`; ``screening_s`` and ``screening_27k_s`` from
     `screening.measure_full_screening`, a day ahead.
 
     Args:
@@ -109,7 +109,7 @@ def measure_space_pipeline(
     (total,) = (outcome for outcome in association["kinds"] if outcome["kind"] == "all")
     track = measure_tracks(files, hours=_QUALITY_HOURS, seed=seed, say=say)
     say("The registry and plain Spark …")
-    merge = registry.measure(settings, rows=_REGISTRY_ROWS, rounds=_REGISTRY_ROUNDS, say=say)
+    merge = registry.measure_registry(settings, rows=_REGISTRY_ROWS, rounds=_REGISTRY_ROUNDS, say=say)
     say("Screening of all pairs a day ahead …")
     day, large_day = (
         screening.measure_full_screening(settings, file, objects=objects, hours=_SCREENING_HOURS, say=say)

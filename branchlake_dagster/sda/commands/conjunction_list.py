@@ -25,7 +25,7 @@ _SEEN = ("event_id", "kind", "tca", "miss_distance_km")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConjunctionFilter:
     """The selection of close approaches. Empty fields select all.
 
     A close approach matches `objects` if one of its two objects is among them. `since` and `until` limit its
@@ -55,8 +55,8 @@ class Wanted:
         )
         return " AND ".join(part for part in parts if part) or "TRUE"
 
-    def of(self, changes: pl.DataFrame) -> pl.DataFrame:
-        """Return the rows of `compared` that are selected by their values in the later or the earlier list.
+    def select_changes(self, changes: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of `compare_conjunctions` that are selected by their later or their earlier values.
 
         The kind is that of the later list, or of the earlier one if the approach is no longer listed.
         Objects are not compared: the lists were read for them already.
@@ -73,7 +73,9 @@ class Wanted:
         return changes.filter(*(one for one in wanted if one is not None))
 
 
-def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.DataFrame, str]:
+def read_conjunctions(
+    reader: LakeReader, wanted: ConjunctionFilter, *, at: str | None
+) -> tuple[pl.DataFrame, str]:
     """Read the selected close approaches with the objects' names, nearest first.
 
     Args:
@@ -103,7 +105,7 @@ def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.Da
     return found, f"{place.label}; screened {time}, {threshold_km:g} km"
 
 
-def compared(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+def compare_conjunctions(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
     """Return the differences between two lists of close approaches.
 
     `change` is `new` for an event that only the later list has, `gone` for one that only the earlier list
@@ -175,7 +177,7 @@ _HEADS = {
 }
 
 
-def show(found: pl.DataFrame, most: int) -> None:
+def print_conjunctions(found: pl.DataFrame, most: int) -> None:
     """Print at most `most` rows as a table, with the objects' names; 0 prints all."""
     columns = [name for name in found.columns if name not in _LEFT_OUT]
     table = Table(show_edge=False, pad_edge=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 import polars as pl
 
 from branchlake_dagster.query.connection import LakeReader
-from branchlake_dagster.sda.commands.conjunction_list import TABLE, Wanted
-from branchlake_dagster.sda.messages.cdm import check_kind, message_id, written
+from branchlake_dagster.sda.commands.conjunction_list import TABLE, ConjunctionFilter
+from branchlake_dagster.sda.messages.cdm import check_kind, format_cdm, message_id
 from branchlake_dagster.sda.messages.errors import NotAMessage
 from branchlake_dagster.sda.messages.notation import Notation
 from branchlake_dagster.sda.messages.parties import parties_of
@@ -38,7 +38,7 @@ class Written:
 
 def write_messages(
     reader: LakeReader,
-    wanted: Wanted,
+    wanted: ConjunctionFilter,
     folder: Path,
     *,
     at: str | None,
@@ -67,14 +67,14 @@ def write_messages(
     count, refused, created = 0, list[str](), now()
     for begin in range(0, found.height, _AT_ONCE):
         few = found[begin : begin + _AT_ONCE]
-        sets, kinds = _sets(reader, few, place.ref), _kinds(reader, few, place.ref)
+        sets, kinds = _read_element_sets(reader, few, place.ref), _read_object_types(reader, few, place.ref)
         parties = parties_of(few, sets, kinds)
         for row, both in zip(few.iter_rows(named=True), parties, strict=True):
             try:
                 check_kind(row)
                 if isinstance(both, NotAMessage):
                     raise both
-                message = written(row, both, originator=originator, created=created, notation=notation)
+                message = format_cdm(row, both, originator=originator, created=created, notation=notation)
             except NotAMessage as error:
                 refused.append(str(error))
                 continue
@@ -92,10 +92,10 @@ def _write(path: Path, message: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _sets(reader: LakeReader, found: pl.DataFrame, ref: str) -> pl.DataFrame:
+def _read_element_sets(reader: LakeReader, found: pl.DataFrame, ref: str) -> pl.DataFrame:
     """Read the element sets of the close approaches' objects and epochs, from the catalog and its history."""
     columns = ("sat_no", "epoch", *ELEMENT_FIELDS)
-    numbers = _numbers(found)
+    numbers = _format_numbers(found)
     epochs = pl.concat([found[f"sat{k}_element_epoch"].alias("epoch") for k in (1, 2)]).unique()
     parts = [_read(reader, "sda.catalogue", (*columns, *_TEXTS), f"sat_no IN ({numbers})", ref)]
     if "sda.element_history" in reader.tables(branch=ref):
@@ -117,15 +117,15 @@ def _sets(reader: LakeReader, found: pl.DataFrame, ref: str) -> pl.DataFrame:
     )
 
 
-def _kinds(reader: LakeReader, found: pl.DataFrame, ref: str) -> dict[int, str | None]:
+def _read_object_types(reader: LakeReader, found: pl.DataFrame, ref: str) -> dict[int, str | None]:
     """Read the type of each object (payload, rocket body, …) from the satellite catalog."""
     if "sda.satellites" not in reader.tables(branch=ref):
         return {}
-    chosen = f"sat_no IN ({_numbers(found)}) AND valid_to IS NULL"
+    chosen = f"sat_no IN ({_format_numbers(found)}) AND valid_to IS NULL"
     return dict(_read(reader, "sda.satellites", ("sat_no", "object_type"), chosen, ref).iter_rows())
 
 
-def _numbers(found: pl.DataFrame) -> str:
+def _format_numbers(found: pl.DataFrame) -> str:
     pair = pl.concat([found[f"sat{k}_object_designator"].alias("sat_no") for k in (1, 2)]).unique().to_list()
     return ", ".join(str(int(one)) for one in pair)
 

@@ -18,7 +18,7 @@ from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
     from branchlake_dagster.query.connection import LakeReader
-    from branchlake_dagster.sda.commands.conjunction_list import Wanted
+    from branchlake_dagster.sda.commands.conjunction_list import ConjunctionFilter
 
 _KINDS = ("encounter", "edge", "together")
 
@@ -84,36 +84,46 @@ def conjunctions(
     if (cdm_folder is None) != (originator is None):
         raise click.UsageError("--cdm and --originator belong together: a message says who wrote it.")
     from branchlake_dagster.query import connect
-    from branchlake_dagster.sda.commands.conjunction_list import Wanted, compared, listed, show
+    from branchlake_dagster.sda.commands.conjunction_list import (
+        ConjunctionFilter,
+        compare_conjunctions,
+        print_conjunctions,
+        read_conjunctions,
+    )
 
     reader = connect(load_command_settings(None).settings)
-    wanted = Wanted(objects, since, until, within_km, kinds)
+    wanted = ConjunctionFilter(objects, since, until, within_km, kinds)
     if cdm_folder is not None and originator is not None:
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
         return
     if changes_since is None:
-        found, read_at = listed(reader, wanted, at=at)
+        found, read_at = read_conjunctions(reader, wanted, at=at)
     else:
-        everything = Wanted(objects)
-        after, read_at = listed(reader, everything, at=at)
-        before, was = listed(reader, everything, at=changes_since)
-        found, read_at = wanted.of(compared(before, after)), f"{read_at}, since {was}"
+        everything = ConjunctionFilter(objects)
+        after, read_at = read_conjunctions(reader, everything, at=at)
+        before, was = read_conjunctions(reader, everything, at=changes_since)
+        found, read_at = wanted.select_changes(compare_conjunctions(before, after)), f"{read_at}, since {was}"
     if as_csv:
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
     else:
-        show(found, rows)
+        print_conjunctions(found, rows)
     click.echo(
         f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {read_at}.", err=True
     )
 
 
 def _write_messages(
-    reader: LakeReader, wanted: Wanted, folder: Path, at: str | None, notation: str, originator: str
+    reader: LakeReader,
+    wanted: ConjunctionFilter,
+    folder: Path,
+    at: str | None,
+    notation: str,
+    originator: str,
 ) -> None:
     from branchlake_dagster.sda.commands.conjunction_messages import write_messages
-    from branchlake_dagster.sda.messages.notation import Notation, identifier
+    from branchlake_dagster.sda.messages.notation import Notation, identifier_item
 
-    identifier("ORIGINATOR", originator)  # reports an invalid value before anything is read
+    identifier_item("ORIGINATOR", originator)  # reports an invalid value before anything is read
     done = write_messages(
         reader,
         wanted,
@@ -190,9 +200,9 @@ def screen_ephemeris(
     branchlake sda screen-ephemeris station.oem --exclude 25544 --within 10
     """
     from branchlake_dagster.query import connect
-    from branchlake_dagster.sda.commands.ephemeris_screening import screen
+    from branchlake_dagster.sda.commands.ephemeris_screening import screen_files
 
-    screen(
+    screen_files(
         connect(load_command_settings(None).settings),
         files,
         since=since,

@@ -32,8 +32,8 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
             print_progress("Ten runs, one of which the gate blocks: about 80 seconds on 2 idle cores.")
         starting = BackgroundServerStart(settings, say=print_progress)
         # Imported late, while the servers start, because the import takes as long.
-        from branchlake_dagster.sda.commands.demo_run import run_demo, show
+        from branchlake_dagster.sda.commands.demo_run import print_result, run_demo
 
         result = run_demo(settings, files, say=print_progress, starting=starting)
-    click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
+    click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else print_result(result)
     sys.exit(0 if result.as_expected else 1)

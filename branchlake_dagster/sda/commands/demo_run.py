@@ -31,7 +31,7 @@ from branchlake_dagster.sda.graph.code_location import build_definitions, gp_fol
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
-from branchlake_dagster.sda.windows import micros
+from branchlake_dagster.sda.windows import to_microseconds
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
@@ -116,7 +116,7 @@ def run_demo(
     starting = starting or BackgroundServerStart(settings, say=say)
     began = starting.began
     home = dagster_home(settings)
-    snapshots = _link(catalogue, gp_folder(settings))
+    snapshots = _link_files(catalogue, gp_folder(settings))
     definitions = build_definitions(settings)
     starting.wait()
     lake = Lakehouse(settings, say=say)
@@ -130,17 +130,17 @@ def run_demo(
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for plans in rounds:
             if any(plan.job in INGEST_JOBS for plan in plans):
-                _simulate_sensors(lake, _window(snapshots), say)
+                _simulate_sensors(lake, _find_window(snapshots), say)
             done = []
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
                 at = time.monotonic() - began
-                say(f"[{number}/{count}] {_name(plan)} … (at {at:.0f} s)")
+                say(f"[{number}/{count}] {_name_run(plan)} … (at {at:.0f} s)")
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
             # One pass of the reconciler, as the publication sensor runs it.
             outcomes = {outcome.run_id: outcome for outcome in reconciler.reconcile_branches()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
-                line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
+                line = _describe_run(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
                 outcome = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
                 say(f"      {plan.partition or plan.job}: {line.verdict}, {outcome} ({line.seconds:.1f} s)")
                 result.lines.append(line)
@@ -169,7 +169,7 @@ def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
     tracks. The first alerts are derived from element sets alone. Then tracks change the risks, which corrects
     the alerts. The runs of one round start from the same `main` and are published together.
     """
-    window = _window(snapshots)
+    window = _find_window(snapshots)
     simulated = {"observations": {"config": {"data_mode": "SIMULATED"}}}
     return [
         *([Plan("catalogue_job", name)] for name in snapshots),
@@ -181,13 +181,13 @@ def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
     ]
 
 
-def _window(snapshots: Sequence[str]) -> str:
+def _find_window(snapshots: Sequence[str]) -> str:
     """Return the partition key of the hour that contains the newest snapshot's time."""
     times = [moment for name in snapshots if (moment := snapshot_time(name))]
     return max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
 
 
-def _name(plan: Plan) -> str:
+def _name_run(plan: Plan) -> str:
     return plan.job if plan.partition is None else f"{plan.job} {plan.partition}"
 
 
@@ -202,7 +202,7 @@ def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) 
         )
     catalogue = lake.catalog(MAIN).load_table(tuple(CATALOGUE.path)).scan().to_arrow()
     elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
-    start = micros(datetime.strptime(window, windows.fmt).replace(tzinfo=UTC))
+    start = to_microseconds(datetime.strptime(window, windows.fmt).replace(tzinfo=UTC))
     folder = lake.settings.landing_folder
     counts = land_simulated_window(folder, elements, start=start, end=start + 3_600_000_000, seed=SEED)
     by_kind = ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
@@ -223,7 +223,7 @@ def _run(
     return done, time.monotonic() - started
 
 
-def _line(
+def _describe_run(
     plan: Plan,
     done: dg.ExecuteInProcessResult,
     outcome: Outcome | None,
@@ -239,16 +239,16 @@ def _line(
         job=plan.job,
         partition=plan.partition,
         branch=f"run-{done.run_id}",
-        checks=_checks(outcome, done),
+        checks=_format_checks(outcome, done),
         verdict=tags.get(RunTag.VERDICT, "none"),
         publication=publication,
-        rows=_rows(lake, outcome.tables) if publication and outcome else None,
+        rows=_count_rows(lake, outcome.tables) if publication and outcome else None,
         seconds=round(seconds, 1),
-        reason=None if publication else _failure(done) or tags.get(RunTag.REASON),
+        reason=None if publication else _find_failure(done) or tags.get(RunTag.REASON),
     )
 
 
-def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
+def _format_checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
     if outcome is not None and outcome.verdict is not None and outcome.state is not RunState.WAITING:
         return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
     # The sensor of another process (`make dev`) has published the run. The run's events have the checks.
@@ -256,7 +256,7 @@ def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
     return f"{sum(check.passed for check in found)}/{len(found)}"
 
 
-def _failure(done: dg.ExecuteInProcessResult) -> str | None:
+def _find_failure(done: dg.ExecuteInProcessResult) -> str | None:
     """Return the first failed step with its original error; None if no step failed."""
     for event in done.all_events:
         error = event.step_failure_data.error if event.is_step_failure else None
@@ -267,7 +267,7 @@ def _failure(done: dg.ExecuteInProcessResult) -> str | None:
     return None
 
 
-def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
+def _count_rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
     """Return the number of rows of each table on `main`, from its metadata."""
     catalog = lake.catalog(MAIN)
     found = {}
@@ -280,7 +280,7 @@ def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
 
 def _catalogue_rows(lake: Lakehouse) -> int:
     name = ".".join(CATALOGUE.path)
-    return _rows(lake, [name])[name] if lake.catalog(MAIN).table_exists(tuple(CATALOGUE.path)) else 0
+    return _count_rows(lake, [name])[name] if lake.catalog(MAIN).table_exists(tuple(CATALOGUE.path)) else 0
 
 
 def _count_alerts(lake: Lakehouse) -> dict[str, int]:
@@ -311,7 +311,7 @@ def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
             raise KeyboardInterrupt
 
 
-def _link(files: Sequence[str], folder: Path) -> list[str]:
+def _link_files(files: Sequence[str], folder: Path) -> list[str]:
     """Link the files into the folder of the GP source. Return their snapshot ids.
 
     Without files, the id of the simulated snapshot is returned.
@@ -328,7 +328,7 @@ def _link(files: Sequence[str], folder: Path) -> list[str]:
     return names or [DEFAULT_SNAPSHOT]
 
 
-def show(result: DemoResult) -> None:
+def print_result(result: DemoResult) -> None:
     """Print the closing table, why runs were blocked, and the next commands, in at most 80 columns."""
     console = Console(highlight=False)
     console.print(

@@ -14,7 +14,7 @@ from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.query.connection import LakeReader
-from branchlake_dagster.sda.commands.conjunction_list import show
+from branchlake_dagster.sda.commands.conjunction_list import print_conjunctions
 from branchlake_dagster.sda.ephemerides.listing import close_approaches
 from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.messages.oem import time_of
@@ -30,7 +30,7 @@ _TRACKED = "tracked"
 _DAY_MICROS = 86_400_000_000
 
 
-def screen(
+def screen_files(
     reader: LakeReader,
     files: Sequence[Path],
     *,
@@ -49,11 +49,11 @@ def screen(
     too large, has no usable segment, or no states in the interval, and if
     there is no catalog.
     """
-    everything = [(path, _read(path)) for path in files]
-    catalogue, read_at = _catalogue(reader, at)
+    everything = [(path, _read_ephemeris(path)) for path in files]
+    catalogue, read_at = _read_catalogue(reader, at)
     parts = []
     for path, read in everything:
-        parts.append(_screened(path, read, catalogue, since, until, within_km, exclude, max_age_days))
+        parts.append(_screen_file(path, read, catalogue, since, until, within_km, exclude, max_age_days))
     found = pl.concat(parts).sort("miss_distance_km", "tca")
     if as_csv:
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
@@ -65,13 +65,13 @@ def screen(
             "relative_velocity_r_km_s",
         )
         hidden += ("relative_velocity_t_km_s", "relative_velocity_n_km_s")
-        show(found.drop(hidden).rename({"sat1_name": "ephemeris"}), rows)
+        print_conjunctions(found.drop(hidden).rename({"sat1_name": "ephemeris"}), rows)
     click.echo(
         f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {read_at}.", err=True
     )
 
 
-def _read(path: Path) -> ReadEphemeris:
+def _read_ephemeris(path: Path) -> ReadEphemeris:
     limits = ReadLimits()
     if path.stat().st_size > limits.max_bytes:
         raise ConfigurationError(f"{path} has more than {limits.max_bytes:,} bytes.", hint="Divide it.")
@@ -88,7 +88,7 @@ def _read(path: Path) -> ReadEphemeris:
     return read
 
 
-def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
+def _read_catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     """Read the tracked objects with names, and a label of the state that was read."""
     place = reader.find_state(at=at)
     try:
@@ -111,7 +111,7 @@ def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     return found.with_columns(missing), place.label
 
 
-def _screened(
+def _screen_file(
     path: Path,
     read: ReadEphemeris,
     catalogue: pl.DataFrame,

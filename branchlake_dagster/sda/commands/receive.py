@@ -90,7 +90,7 @@ class Done:
         return not any(one["not_handed_over"] or one["not_confirmed"] for one in self.intakes)
 
 
-def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
+def run_receivers(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
     """Receive until SIGTERM or SIGINT, hand over the buffered records, and return the final counts."""
     require_modules("receive", "aiohttp", "prometheus_client", needed_by="branchlake sda receive")
     return asyncio.run(_run(wanted, as_json, say))
@@ -99,7 +99,7 @@ def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
 async def _run(wanted: Wanted, as_json: bool, say: Callable[[str], None]) -> Done:
     stop = asyncio.Event()
     stop_on_signals(stop)
-    receivers = Receivers(list(intakes(wanted)))
+    receivers = Receivers(list(build_intakes(wanted)))
     async with serve_metrics(receivers, *wanted.monitor) as url:
         running = asyncio.create_task(receivers.run(stop))
         announcing = asyncio.create_task(_announce(receivers, url, as_json, say))
@@ -135,15 +135,15 @@ async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable
         print(json.dumps({"event": "ready", "sources": at, "monitor": url}), flush=True)
 
 
-def intakes(wanted: Wanted) -> Iterator[Intake]:
+def build_intakes(wanted: Wanted) -> Iterator[Intake]:
     """Build one intake (source, buffer and sink) per address or URL. Must be called inside the event loop."""
     allowed = AllowedPeers.from_cidr(wanted.allow)
     for number, (host, port) in enumerate(wanted.radar):
         datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop, allowed=allowed)
-        yield _intake(wanted, "radar", "udp", number, partial(UdpSource, datagrams))
+        yield _build_intake(wanted, "radar", "udp", number, partial(UdpSource, datagrams))
     for number, url in enumerate(wanted.optical):
         pages = HttpConfig(url, key_field=optical.KEY_FIELD, cursor_field=optical.CURSOR_FIELD)
-        yield _intake(wanted, "optical", "http", number, partial(HttpSource, pages))
+        yield _build_intake(wanted, "optical", "http", number, partial(HttpSource, pages))
     for number, (host, port) in enumerate(wanted.isl):
         frames = TcpConfig(
             host,
@@ -153,10 +153,10 @@ def intakes(wanted: Wanted) -> Iterator[Intake]:
             most_connections_per_peer=wanted.connections_per_peer,
             allowed=allowed,
         )
-        yield _intake(wanted, "isl", "tcp", number, partial(TcpSource, frames))
+        yield _build_intake(wanted, "isl", "tcp", number, partial(TcpSource, frames))
 
 
-def _intake(
+def _build_intake(
     wanted: Wanted, kind: str, protocol: str, number: int, make: Callable[[Buffer, Counts], ReceiverSource]
 ) -> Intake:
     topic, partition = f"{wanted.topics}{kind}", wanted.first_partition + number

@@ -122,13 +122,13 @@ def receive(as_json: bool, **options: Any) -> None:
     SIGTERM or Ctrl-C ends it in less than five seconds, after the received messages were handed over.
     The exit code is 1 if a received message was not handed over.
     """
-    from branchlake_dagster.sda.commands.receive import Wanted, run
+    from branchlake_dagster.sda.commands.receive import Wanted, run_receivers
 
     _one_sink(options["landing"], options["kafka"])
     wanted = Wanted(**options)
     if not (wanted.radar or wanted.optical or wanted.isl):
         raise click.UsageError("Name a source: --radar, --optical or --isl.")
-    done = run(wanted, as_json=as_json, say=lambda text: click.echo(text, err=True))
+    done = run_receivers(wanted, as_json=as_json, say=lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(json.dumps({"event": "ended", "intakes": done.intakes}))
     sys.stdout.flush()
@@ -236,7 +236,7 @@ def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | N
     A network of radars, telescopes and inter-satellite links is simulated. Its messages go over the network
     or to topics.
     """
-    from branchlake_dagster.sda.commands.simulate import Simulated, run, show
+    from branchlake_dagster.sda.commands.simulate import Simulated, print_counts, run_simulation
 
     over = {kind: options[kind] for kind in _KINDS if options[kind] is not None}
     direct = options["landing"] is not None or options["kafka"] is not None
@@ -250,11 +250,11 @@ def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | N
         if not 0 <= options[name] <= 0.5:
             raise click.BadParameter("A share is between 0 and 0.5.", param_hint=f"--{name}")
     with exit_on_signals():
-        found = run(
+        found = run_simulation(
             Simulated(rates=dict(rates), start=_moment(start), **options),
             say=lambda text: click.echo(text, err=True),
         )
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    click.echo(json.dumps(found, indent=2)) if as_json else print_counts(found)
 
 
 def _moment(text: str | None) -> datetime | None:

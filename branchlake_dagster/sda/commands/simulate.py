@@ -31,7 +31,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 
 
 @asynccontextmanager
-async def served(pages: Pages, host: str, port: int) -> AsyncIterator[str]:
+async def serve_pages(pages: Pages, host: str, port: int) -> AsyncIterator[str]:
     """Serve pages at ``GET /observations`` while the block runs. Yields the URL. Port 0 uses a free port."""
     require_modules("receive", "aiohttp", needed_by="A server of pages")
     from aiohttp import web
@@ -96,7 +96,7 @@ class Simulated:
         return {kind: address for kind, address in found.items() if address is not None}
 
 
-def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
+def run_simulation(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Send simulated measurements. Return the counts by kind of sensor, and the seconds that it took.
 
     If the process is interrupted, the counts show how much was sent before.
@@ -104,7 +104,7 @@ def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
     start = wanted.start or datetime.fromtimestamp(time.time() + _AHEAD_S, UTC)
     kinds = wanted.addresses or RATES
     feed = Feed(
-        _elements(wanted, start),
+        _load_elements(wanted, start),
         Plan(
             rates={kind: rate for kind in kinds if (rate := wanted.rates.get(kind, RATES[kind])) > 0},
             seconds=wanted.seconds,
@@ -117,12 +117,16 @@ def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
         int(start.timestamp() * 1e6) * 1_000,
     )
     began = time.perf_counter()
-    delivered = asyncio.run(_over(wanted, feed, say)) if wanted.addresses else _into(wanted, feed)
+    delivered = (
+        asyncio.run(_send_over_network(wanted, feed, say))
+        if wanted.addresses
+        else _write_to_topics(wanted, feed)
+    )
     account = {kind: {**tally.as_dict(), **delivered.get(kind, {})} for kind, tally in feed.tallies.items()}
     return {"seconds": round(time.perf_counter() - began, 3), "kinds": account}
 
 
-def show(found: dict[str, Any]) -> None:
+def print_counts(found: dict[str, Any]) -> None:
     """Print the counts, one line per kind."""
     for kind, one in found["kinds"].items():
         damaged = sum(one["corrupted"].values())
@@ -133,7 +137,7 @@ def show(found: dict[str, Any]) -> None:
     click.echo(f"{found['seconds']} s.")
 
 
-def _elements(wanted: Simulated, start: datetime) -> Elements:
+def _load_elements(wanted: Simulated, start: datetime) -> Elements:
     if wanted.catalogue is None:
         found = simulated_elements(seed=wanted.seed, objects=wanted.objects, epoch=start)
     else:
@@ -144,7 +148,9 @@ def _elements(wanted: Simulated, start: datetime) -> Elements:
     return Elements.from_arrow(found.to_arrow().sort_by("sat_no"))
 
 
-async def _over(wanted: Simulated, feed: Feed, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+async def _send_over_network(
+    wanted: Simulated, feed: Feed, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     stop = asyncio.Event()
     stop_on_signals(stop)
     outlets: dict[str, Outlet] = {}
@@ -154,7 +160,7 @@ async def _over(wanted: Simulated, feed: Feed, say: Callable[[str], None]) -> di
                 continue
             if kind == "optical":
                 outlets[kind] = pages = Pages(wanted.fault_every)
-                say(f"Pages at {await stack.enter_async_context(served(pages, host, port))}")
+                say(f"Pages at {await stack.enter_async_context(serve_pages(pages, host, port))}")
             else:
                 outlets[kind] = (
                     Datagrams(host, port) if kind == "radar" else Frames(host, port, wanted.connections)
@@ -165,15 +171,15 @@ async def _over(wanted: Simulated, feed: Feed, say: Callable[[str], None]) -> di
             # The server continues, so that late requests can still get all items.
             say("All is sent. The pages are served until Ctrl-C or SIGTERM.")
             await stop.wait()
-        return {kind: _delivered(outlet, sent[kind]) for kind, outlet in outlets.items()}
+        return {kind: _count_delivered(outlet, sent[kind]) for kind, outlet in outlets.items()}
 
 
-def _delivered(outlet: Outlet, sent: int) -> dict[str, Any]:
+def _count_delivered(outlet: Outlet, sent: int) -> dict[str, Any]:
     counts: dict[str, Any] = {"delivered": sent - outlet.refused, "refused": outlet.refused}
     return counts | ({"faults": dict(outlet.faults)} if isinstance(outlet, Pages) else {})
 
 
-def _into(wanted: Simulated, feed: Feed) -> dict[str, dict[str, Any]]:
+def _write_to_topics(wanted: Simulated, feed: Feed) -> dict[str, dict[str, Any]]:
     sinks: dict[str, Sink] = {}
     with ExitStack() as stack:
         for kind in feed.plan.rates:

@@ -43,7 +43,7 @@ class Approach(NamedTuple):
     own: States
 
 
-def rate(first: States, second: States) -> Floats:
+def half_distance_rate(first: States, second: States) -> Floats:
     """Return half the derivative of the squared distance, km²/s. It is negative while a pair comes closer.
 
     The states are (..., 3); the result has the shape without the last dimension.
@@ -52,7 +52,7 @@ def rate(first: States, second: States) -> Floats:
     return np.asarray(np.einsum("...k,...k->...", apart, speed))
 
 
-def closest(begin: tuple[States, States], end: tuple[States, States]) -> Approach:
+def find_closest(begin: tuple[States, States], end: tuple[States, States]) -> Approach:
     """Find the minimum of the distance of pairs that approach at the start and recede at the end.
 
     For other pairs the result has no meaning.
@@ -68,7 +68,7 @@ def closest(begin: tuple[States, States], end: tuple[States, States]) -> Approac
         return own, States(other.position - own.position, other.velocity - own.velocity)
 
     low, high = np.zeros(len(begin[0].position)), np.ones(len(begin[0].position))
-    at_low, at_high = rate(*begin), rate(*end)
+    at_low, at_high = half_distance_rate(*begin), half_distance_rate(*end)
     was_before = np.zeros(len(low), np.int64)
     for _ in range(_ITERATIONS):
         # The Illinois variant of the false position: if an end of the bracket stays twice, its value is

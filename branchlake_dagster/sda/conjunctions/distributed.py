@@ -13,7 +13,7 @@ from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR, as
 from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
 from branchlake_dagster.sda.conjunctions.rescreening import Plan
 from branchlake_dagster.sda.conjunctions.tasks import Screening, Task
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 
 
 def close_approaches(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
@@ -22,7 +22,7 @@ def close_approaches(session: SparkSession, screening: Screening, tasks: Sequenc
     Rows of the kind `together` from several tasks are merged into one row per pair.
     """
     by_pair = _run_tasks(session, screening, tasks).repartition(*PAIR)
-    return by_pair.mapInArrow(carried(merge_batches), from_arrow_schema(ENCOUNTER_SCHEMA))
+    return by_pair.mapInArrow(pickle_by_value(merge_batches), from_arrow_schema(ENCOUNTER_SCHEMA))
 
 
 def list_conjunctions(
@@ -48,14 +48,16 @@ def list_conjunctions(
     if earlier is not None:
         found = found.unionByName(earlier.withColumn("is_earlier", F.lit(True)))
     by_pair = found.select(*LIST_INPUT_SCHEMA.names).repartition(*PAIR)
-    return by_pair.mapInArrow(carried(builder.build_batches), from_arrow_schema(CONJUNCTION_SCHEMA))
+    return by_pair.mapInArrow(pickle_by_value(builder.build_batches), from_arrow_schema(CONJUNCTION_SCHEMA))
 
 
 def _run_tasks(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
     """Return the close approaches of all tasks, without merging."""
     # A range has one row in each partition. A shuffle could put several tasks into one partition.
     numbers = session.range(0, len(tasks), 1, max(1, len(tasks)))
-    return numbers.mapInArrow(carried(_batches(screening, tasks)), from_arrow_schema(ENCOUNTER_SCHEMA))
+    return numbers.mapInArrow(
+        pickle_by_value(_batches(screening, tasks)), from_arrow_schema(ENCOUNTER_SCHEMA)
+    )
 
 
 def _batches(
@@ -66,6 +68,6 @@ def _batches(
     def close(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column("id").to_pylist():
-                yield as_batch(screening.done(tasks[number]), screening.elements)
+                yield as_batch(screening.run_task(tasks[number]), screening.elements)
 
     return close

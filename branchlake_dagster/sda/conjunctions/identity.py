@@ -17,7 +17,7 @@ _PAIR = ("sat1_object_designator", "sat2_object_designator")
 _COLUMNS = (*_PAIR, "kind", "tca")
 
 
-def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: pl.Expr) -> pl.DataFrame:
+def add_event_ids(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: pl.Expr) -> pl.DataFrame:
     """Add ``event_id``, ``first_reported`` and ``previous_miss_distance_km`` to close approaches.
 
     An event keeps the id of the event of the same pair in the earlier list that is nearest in time, at most

@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow as pa
 
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch, merge_together
-from branchlake_dagster.sda.conjunctions.identity import identified
+from branchlake_dagster.sda.conjunctions.identity import add_event_ids
 from branchlake_dagster.sda.conjunctions.rescreening import EarlierRows, Rescreening
 from branchlake_dagster.sda.conjunctions.screening import Kind, Span
 from branchlake_dagster.sda.orbits.propagation import Elements
@@ -121,7 +121,7 @@ class ListBuilder:
             earlier: The rows of the earlier list for the same pairs. It may be empty.
         """
         complete = merge_together(pl.concat([found, *self._take_over(found, earlier)]))
-        rows = listed(complete, earlier, self.span, self.threshold_km, self.max_element_age_days)
+        rows = build_rows(complete, earlier, self.span, self.threshold_km, self.max_element_age_days)
         return assess_approaches(rows, self.elements, self.published_errors, self.radii)
 
     def _take_over(self, found: pl.DataFrame, earlier: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -136,7 +136,7 @@ class ListBuilder:
             yield rows.select(pl.col(name).cast(kind) for name, kind in found.schema.items())
 
 
-def listed(
+def build_rows(
     found: pl.DataFrame,
     earlier: pl.DataFrame | None,
     span: Span,
@@ -160,7 +160,7 @@ def listed(
         )
         for k in (1, 2)
     ]
-    named = identified(found.with_columns(pl.col(pl.Datetime).cast(moment)), earlier, reported=begin)
+    named = add_event_ids(found.with_columns(pl.col(pl.Datetime).cast(moment)), earlier, reported=begin)
     return named.select(
         *found.columns,
         "event_id",

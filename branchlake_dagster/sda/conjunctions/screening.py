@@ -25,7 +25,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from branchlake_dagster.sda.conjunctions.closest import Approach, States, closest, rate
+from branchlake_dagster.sda.conjunctions.closest import Approach, States, find_closest, half_distance_rate
 from branchlake_dagster.sda.conjunctions.search import Candidates, search
 from branchlake_dagster.sda.conjunctions.sieve import Rows
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, julian_dates
@@ -194,8 +194,8 @@ def screen_pairs(
         rows, place = np.unique(few, return_inverse=True)
         states = _states(elements.take(rows), minutes)
         own, other = (States(*(one[column] for one in states)) for column in place.reshape(few.shape).T)
-        near = _within(own, other, threshold_km)
-        r_v = rate(own, other)
+        near = _find_within(own, other, threshold_km)
+        r_v = half_distance_rate(own, other)
         pair, minute = np.nonzero(
             (near[:, :-1] & near[:, 1:])
             | ((r_v[:, :-1] < 0) & (r_v[:, 1:] >= 0))
@@ -263,10 +263,10 @@ def _classify_minutes(
     Pairs that have none of the three kinds of approach in their minute, or stay farther apart than the
     threshold, are left out.
     """
-    near = [_within(*states, threshold_km) for states in (begin, end)]
-    rates = [rate(*states) for states in (begin, end)]
+    near = [_find_within(*states, threshold_km) for states in (begin, end)]
+    rates = [half_distance_rate(*states) for states in (begin, end)]
     inside = (rates[0] < 0) & (rates[1] >= 0)
-    nearest = closest(begin, end)
+    nearest = find_closest(begin, end)
     # Without a minimum within the minute, one of its ends is the closest moment.
     at_end = ~inside & (rates[1] < 0)
     own = _select_states(inside, at_end, nearest.own, begin[0], end[0])
@@ -319,7 +319,7 @@ def _axes(found: Approach) -> Floats:
     return np.stack([radial, np.cross(normal, radial), normal])
 
 
-def _within(own: States, other: States, threshold_km: float) -> npt.NDArray[np.bool_]:
+def _find_within(own: States, other: States, threshold_km: float) -> npt.NDArray[np.bool_]:
     apart = other.position - own.position
     within: npt.NDArray[np.bool_] = np.einsum("...k,...k->...", apart, apart) <= threshold_km**2
     return within

@@ -54,7 +54,7 @@ class Screening:
         """Return a screening of all pairs."""
         return cls(elements, threshold_km, np.ones(len(elements), np.bool_))
 
-    def done(self, task: Task) -> Encounters:
+    def run_task(self, task: Task) -> Encounters:
         """Run a task and return its close approaches."""
         if task.pairs is Pairs.ALL:
             return screen(self.elements, task.span, threshold_km=self.threshold_km)

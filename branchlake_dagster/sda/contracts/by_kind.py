@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
-from branchlake_dagster.sda.contracts.fields import Contract, may, must
+from branchlake_dagster.sda.contracts.fields import Contract, optional_column, required_column
 from branchlake_dagster.sda.contracts.observations import Association, Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.states import TrackFit, TrackState
 
@@ -31,7 +31,8 @@ def association_contract(source_kinds: Sequence[str]) -> type[Contract]:
 def fused_track_contract(source_kinds: Sequence[str]) -> type[Contract]:
     """Return the contract of tracks: the state, a column `n_<kind>` for each kind, and columns of the fit."""
     counts = {
-        f"n_{kind}": may(f"{_TITLES.get(kind, kind)} observations that were used.") for kind in source_kinds
+        f"n_{kind}": optional_column(f"{_TITLES.get(kind, kind)} observations that were used.")
+        for kind in source_kinds
     }
     middle = _build_contract("TrackCounts", "Numbers of observations.", (Contract,), T.LongType, counts)
     # The columns of the last base class come first.
@@ -41,7 +42,7 @@ def fused_track_contract(source_kinds: Sequence[str]) -> type[Contract]:
 
 def _restrict_kinds(contract: type[Contract], source_kinds: Sequence[str]) -> type[Contract]:
     column = contract.to_schema().columns["source_kind"]
-    field = must(column.description or "", isin=list(source_kinds))
+    field = required_column(column.description or "", isin=list(source_kinds))
     name, text = contract.__name__, contract.__doc__ or ""
     return _build_contract(name, text, (contract,), T.StringType, {"source_kind": field})
 

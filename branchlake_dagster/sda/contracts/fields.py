@@ -19,12 +19,14 @@ DataMode = Literal["REAL", "SIMULATED", "TEST", "EXERCISE"]
 DATA_MODES = [*get_args(DataMode)]
 
 
-def must(description: str, unit: str | None = None, **promises: Any) -> Any:
+def required_column(description: str, unit: str | None = None, **promises: Any) -> Any:
     """Return a column without nulls. `promises` are pandera's checks on its values."""
-    return may(description, unit, nullable=False, **promises)
+    return optional_column(description, unit, nullable=False, **promises)
 
 
-def may(description: str, unit: str | None = None, *, nullable: bool = True, **promises: Any) -> Any:
+def optional_column(
+    description: str, unit: str | None = None, *, nullable: bool = True, **promises: Any
+) -> Any:
     """Return a column that may have nulls. `promises` are pandera's checks on its values."""
     metadata = {"unit": unit} if unit else None
     return pa.Field(nullable=nullable, description=description, metadata=metadata, **promises)
@@ -32,9 +34,11 @@ def may(description: str, unit: str | None = None, *, nullable: bool = True, **p
 
 def catalogue_number(whose: str = "the object", *, nullable: bool = False) -> Any:
     """Return a column with an object's number in the satellite catalog (NORAD_CAT_ID)."""
-    return may(f"Satellite catalog number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO)
+    return optional_column(
+        f"Satellite catalog number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO
+    )
 
 
-def window() -> Any:
+def window_column() -> Any:
     """Return the column of the hour that a row belongs to."""
-    return must("Start of the hourly window, UTC.")
+    return required_column("Start of the hourly window, UTC.")

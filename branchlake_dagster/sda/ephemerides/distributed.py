@@ -15,7 +15,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from branchlake_dagster.sda.ephemerides.listing import screened_file
 from branchlake_dagster.sda.messages.errors import UnreadableMessage
 from branchlake_dagster.sda.messages.oem_read import read_oem
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 
 _UTC = pa.timestamp("us", "UTC")
 _COMPRESSION_LEVEL = 1
@@ -171,7 +171,7 @@ def screen_files(
             cannot be interpolated as it declares. If there are several such files, the first one by name is
             reported.
     """
-    function, schema = carried(screening.screen_batches), from_arrow_schema(_SCREENED_SCHEMA)
+    function, schema = pickle_by_value(screening.screen_batches), from_arrow_schema(_SCREENED_SCHEMA)
     # Without checkpoints, the frame of all rows would send the files of all batches again, in one message.
     batches = [
         session.createDataFrame(batch)

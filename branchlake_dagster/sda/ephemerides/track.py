@@ -53,7 +53,7 @@ class Track:
         return int(self.knots[-1])
 
     @classmethod
-    def of(cls, segment: Segment) -> Track:
+    def from_segment(cls, segment: Segment) -> Track:
         """Interpolate the usable time of a segment.
 
         Raises:
@@ -104,12 +104,12 @@ class Track:
         Outside of the track it is NaN.
         """
         piece = np.clip(np.searchsorted(self.knots, micros, side="right") - 1, 0, len(self.lengths) - 1)
-        position, velocity = self._of(piece, micros)
+        position, velocity = self._evaluate_piece(piece, micros)
         outside = (micros < self.begin) | (micros > self.end)
         position[outside], velocity[outside] = np.nan, np.nan
         return position, velocity
 
-    def _of(self, piece: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
+    def _evaluate_piece(self, piece: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
         h = self.lengths[piece][:, None]
         u = ((micros - self.origins[piece]) / 1e6)[:, None] / h
         position, velocity = np.zeros((len(micros), 3)), np.zeros((len(micros), 3))
@@ -132,7 +132,7 @@ class Track:
             bernstein = np.sum([comb(k, j) / comb(degree - 2, j) * second[j] for j in range(k + 1)], axis=0)
             bound = np.maximum(bound, np.linalg.norm(bernstein, axis=1) / self.lengths**2)
         pieces = np.arange(len(bound) - 1)
-        before, after = (self._of(one, self.knots[1:-1]) for one in (pieces, pieces + 1))
+        before, after = (self._evaluate_piece(one, self.knots[1:-1]) for one in (pieces, pieces + 1))
         jumps = [np.append(np.linalg.norm(b - a, axis=1), 0.0) for a, b in zip(before, after, strict=True)]
         return bound, jumps[0], jumps[1]
 
@@ -141,7 +141,7 @@ def tracks_of(segments: Sequence[Segment]) -> list[Track]:
     """Convert segments of one object, ordered by time, to tracks. Segments that touch become one track."""
     found: list[Track] = []
     for segment in segments:
-        track = Track.of(segment)
+        track = Track.from_segment(segment)
         if found and found[-1].end == track.begin:
             track = _join_tracks(found.pop(), track)
         found.append(track)

@@ -22,7 +22,7 @@ from branchlake_dagster.sda.estimation.prior import ElementPrior, error_directio
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
 from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2, transition_matrices
-from branchlake_dagster.sda.sensors.measurement import Stations, wrap
+from branchlake_dagster.sda.sensors.measurement import Stations, wrap_angle
 from branchlake_dagster.sda.sensors.models import MAX_WIDTH, MeasurementModel
 
 REFERENCE_STEP_S = 30.0
@@ -285,7 +285,7 @@ def _residuals_and_slopes(
         expected, derivative = model.predict(r[rows], v[rows], where)
         difference = obs.values[rows, : model.width] - expected
         angles = list(model.direction or ())
-        difference[:, angles] = wrap(difference[:, angles])
+        difference[:, angles] = wrap_angle(difference[:, angles])
         residual[rows, : model.width] = difference
         slope[rows, : model.width] = derivative
     return residual, slope

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from branchlake_dagster.sda.wire import columns, links, optical, radar
-from branchlake_dagster.sda.wire.columns import binary
+from branchlake_dagster.sda.wire.columns import join_binary
 
 Rows = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
@@ -40,13 +40,13 @@ _LINKS = {
 # Each remains a whole item of JSON, because half an item would damage its whole page.
 _OPTICAL: dict[str, dict[str, Any]] = {
     optical.MALFORMED: {"timestamp_ns": "soon"},
-    optical.missing("ra_rad"): {"ra_rad": None},
+    optical.format_missing("ra_rad"): {"ra_rad": None},
     optical.BAD_ID: {"obs_id": "no-uuid"},
     columns.BAD_ANGLE: {"dec_rad": 9.0},
 }
 
 
-def encoded(
+def encode_with_damage(
     kind: str, native: pl.DataFrame, damaged: Rows, rng: np.random.Generator
 ) -> tuple[pa.BinaryArray, dict[str, int]]:
     """Encode measurements, and damage those in the rows ``damaged``.
@@ -55,7 +55,7 @@ def encoded(
         The encoded messages, and the number of damaged ones by the reason with which decoding rejects them.
     """
     if kind == "optical":
-        return _items(native, damaged, rng)
+        return _encode_items(native, damaged, rng)
     records, ways = (
         (radar.radar_rows(native), _RADAR) if kind == "radar" else (links.link_rows(native), _LINKS)
     )
@@ -67,10 +67,10 @@ def encoded(
     cut = damaged[drawn == len(ways)]
     # A frame is never empty.
     lengths[cut] = rng.integers(1, records.dtype.itemsize, len(cut))
-    return binary(records, lengths), _counted(reasons, drawn)
+    return join_binary(records, lengths), _count_reasons(reasons, drawn)
 
 
-def _items(
+def _encode_items(
     native: pl.DataFrame, damaged: Rows, rng: np.random.Generator
 ) -> tuple[pa.BinaryArray, dict[str, int]]:
     values = optical.encode_optical(native)
@@ -86,9 +86,9 @@ def _items(
         order = np.arange(len(values))
         order[damaged] = len(values) + np.arange(len(damaged))
         values = pa.concat_arrays([values, pa.array(texts, pa.binary())]).take(pa.array(order))
-    return values, _counted(reasons, drawn)
+    return values, _count_reasons(reasons, drawn)
 
 
-def _counted(reasons: list[str], drawn: Rows) -> dict[str, int]:
+def _count_reasons(reasons: list[str], drawn: Rows) -> dict[str, int]:
     numbers = np.bincount(drawn, minlength=len(reasons))
     return {reason: int(number) for reason, number in zip(reasons, numbers, strict=True) if number}

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from branchlake_dagster.sda.feeds.feed import Feed
-from branchlake_dagster.sda.feeds.plan import Batch, pieces
+from branchlake_dagster.sda.feeds.plan import Batch, split_bytes
 from branchlake_dagster.sda.wire import links, optical, radar
 
 _SOURCES = {"radar": b"simulated radar", "optical": b"simulated telescopes", "isl": b"simulated links"}
@@ -28,9 +28,11 @@ class Message(NamedTuple):
 def messages_of(kind: str, batch: Batch) -> Iterator[Message]:
     """Yield one message for each value of a batch. ``kind`` is the kind of sensor."""
     keys = {"radar": radar.KEY_BYTES, "isl": links.KEY_BYTES}
-    ids = _ids(batch.values) if kind == "optical" else None
+    ids = _encode_ids(batch.values) if kind == "optical" else None
     source = _SOURCES[kind]
-    for number, (value, sent) in enumerate(zip(pieces(batch.values), batch.send_ns.tolist(), strict=True)):
+    for number, (value, sent) in enumerate(
+        zip(split_bytes(batch.values), batch.send_ns.tolist(), strict=True)
+    ):
         if ids is not None:
             key = ids[number] or source
         else:
@@ -39,7 +41,7 @@ def messages_of(kind: str, batch: Batch) -> Iterator[Message]:
         yield Message(bytes(value), key, sent, source)
 
 
-def _ids(values: pa.BinaryArray) -> list[bytes | None]:
+def _encode_ids(values: pa.BinaryArray) -> list[bytes | None]:
     decoded, _ = optical.decode_optical(values)
     return [None if one is None else one.encode() for one in decoded["obs_id"].to_pylist()]
 
@@ -65,7 +67,7 @@ def run_into(
     """
     handed = 0
     for _, batches in feed.windows():
-        for begin, end in _rounds(batches, paced):
+        for begin, end in _iter_rounds(batches, paced):
             if paced:
                 sleep(max(0.0, (end - now_ns()) / 1e9))
             for kind, batch in batches.items():
@@ -78,7 +80,7 @@ def run_into(
     return handed
 
 
-def _rounds(batches: Mapping[str, Batch], paced: bool) -> Iterator[tuple[int, int]]:
+def _iter_rounds(batches: Mapping[str, Batch], paced: bool) -> Iterator[tuple[int, int]]:
     """Yield spans of sending times: of one second if paced, otherwise one span with all."""
     ends = [(int(b.send_ns[0]), int(b.send_ns[-1])) for b in batches.values() if len(b)]
     if not ends:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from branchlake_dagster.sda.feeds.damage import encoded
+from branchlake_dagster.sda.feeds.damage import encode_with_damage
 from branchlake_dagster.sda.feeds.plan import Batch, Plan, Tally
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
@@ -80,7 +80,7 @@ class Feed:
         )
         native = _simulate_measurements(scene, kind, start + times)
         made = self._make_batch(kind, native, scene.rng) if native.height else Batch.empty()
-        both = Batch.together([self._late[kind], made])
+        both = Batch.concatenate([self._late[kind], made])
         now = int(np.searchsorted(both.send_ns, end_ns))
         rows = np.arange(len(both))
         self._late[kind] = both.take(rows[now:])
@@ -114,7 +114,7 @@ class Feed:
         send[straggling] = (
             measured[straggling] + latest + (rng.random(len(straggling)) * latest).astype(np.int64)
         )
-        values, reasons = encoded(kind, native, damaged, rng)
+        values, reasons = encode_with_damage(kind, native, damaged, rng)
         again = send[twice] + (rng.random(len(twice)) * 1e9).astype(np.int64)
         sensor = native["orig_sensor_id"].str.extract(r"(\d+)$").cast(pl.Int64).to_numpy()
         tally.measured += number

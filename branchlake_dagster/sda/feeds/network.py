@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from branchlake_dagster.sda.feeds.feed import Feed
-from branchlake_dagster.sda.feeds.plan import Batch, pieces
+from branchlake_dagster.sda.feeds.plan import Batch, split_bytes
 
 _TICK_S = 0.005
 _DAY_NS = 86_400_000_000_000
@@ -35,17 +35,17 @@ class Datagrams:
 
     async def send(self, batch: Batch) -> None:
         """Send all values of a batch at once."""
-        for piece in pieces(batch.values):
+        for piece in split_bytes(batch.values):
             try:
                 self._socket.send(piece)
             except BlockingIOError:
                 await asyncio.sleep(0)
-                self._again(piece)
+                self._retry(piece)
             except ConnectionRefusedError:
                 # The error belongs to an earlier datagram without a receiver. This one was not sent.
-                self._again(piece)
+                self._retry(piece)
 
-    def _again(self, piece: memoryview) -> None:
+    def _retry(self, piece: memoryview) -> None:
         try:
             self._socket.send(piece)
         except OSError:
@@ -70,9 +70,9 @@ class Frames:
         self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None] = [None] * connections
 
     @property
-    def gone(self) -> int:
+    def closed_count(self) -> int:
         """The number of connections that the receiver has closed."""
-        return sum(known is not None and _gone(known) for known in self._streams)
+        return sum(known is not None and _is_closed(known) for known in self._streams)
 
     async def send(self, batch: Batch) -> None:
         """Send all values of a batch, as fast as the receiver reads.
@@ -81,7 +81,7 @@ class Frames:
         `refused`.
         """
         number = len(self._streams)
-        values = pieces(batch.values)
+        values = split_bytes(batch.values)
         streams: list[list[bytes | memoryview]] = [[] for _ in range(number)]
         for value, sensor in zip(values, batch.sensor.tolist(), strict=True):
             streams[sensor % number] += (_LENGTH.pack(len(value)), value)
@@ -90,7 +90,7 @@ class Frames:
     async def _write(self, one: int, stream: list[bytes | memoryview]) -> None:
         known = self._streams[one]
         try:
-            if known is not None and _gone(known):
+            if known is not None and _is_closed(known):
                 known[1].close()
                 self.reconnected += 1
                 known = self._streams[one] = None
@@ -111,7 +111,7 @@ class Frames:
                     await known[1].wait_closed()
 
 
-def _gone(known: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+def _is_closed(known: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
     """Return whether the receiver has closed the connection. The next write would not fail, but be lost."""
     return known[0].at_eof() or known[1].is_closing()
 
@@ -143,7 +143,7 @@ class Pages:
 
     async def send(self, batch: Batch) -> None:
         """Add the values of a batch to the pages. Items older than a day are removed."""
-        for at, value in zip(batch.measured_ns.tolist(), pieces(batch.values), strict=True):
+        for at, value in zip(batch.measured_ns.tolist(), split_bytes(batch.values), strict=True):
             self._taken += 1
             entry = (at, self._taken, bytes(value))
             if not self._items or self._items[-1] < entry:
@@ -218,7 +218,7 @@ async def run_over(
         _, batches = window
         done = await asyncio.gather(
             *(
-                _paced(outlets[kind], batch, stop, now_ns)
+                _send_paced(outlets[kind], batch, stop, now_ns)
                 for kind, batch in batches.items()
                 if kind in outlets
             )
@@ -231,7 +231,7 @@ async def run_over(
     return sent
 
 
-async def _paced(outlet: Outlet, batch: Batch, stop: asyncio.Event, now_ns: Callable[[], int]) -> int:
+async def _send_paced(outlet: Outlet, batch: Batch, stop: asyncio.Event, now_ns: Callable[[], int]) -> int:
     """Send the messages of a window at their times. Return the number sent before `stop`."""
     done = 0
     while done < len(batch) and not stop.is_set():

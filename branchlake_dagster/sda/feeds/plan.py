@@ -73,7 +73,7 @@ class Tally:
     corrupted: Counter[str] = field(default_factory=Counter)
 
     @property
-    def sent(self) -> int:
+    def sent_count(self) -> int:
         """The number of all records: measurements and duplicates."""
         return self.measured + self.duplicates
 
@@ -82,7 +82,7 @@ class Tally:
         return {
             "measured": self.measured,
             "duplicates": self.duplicates,
-            "sent": self.sent,
+            "sent": self.sent_count,
             "stragglers": self.stragglers,
             "corrupted": dict(sorted(self.corrupted.items())),
         }
@@ -111,7 +111,7 @@ class Batch:
         )
 
     @staticmethod
-    def together(parts: list[Batch]) -> Batch:
+    def concatenate(parts: list[Batch]) -> Batch:
         """Join batches, ordered by the time of sending."""
         send = np.concatenate([part.send_ns for part in parts])
         joined = Batch(
@@ -129,7 +129,7 @@ class Batch:
         return Batch(none, none, pa.array([], pa.binary()), none)
 
 
-def pieces(values: pa.BinaryArray) -> list[memoryview]:
+def split_bytes(values: pa.BinaryArray) -> list[memoryview]:
     """Return the bytes of each value, without a copy."""
     if not len(values):
         return []

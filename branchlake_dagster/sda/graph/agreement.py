@@ -26,7 +26,7 @@ def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
         )
         for key, columns in ((OBJECTS, ("sat_no", "state", "epoch")), (CATALOGUE, ("sat_no", "state")))
     )
-    bad = disagreeing(objects, catalogue)
+    bad = find_disagreements(objects, catalogue)
     return dg.AssetCheckResult(
         passed=bad.is_empty(),
         metadata={
@@ -37,7 +37,7 @@ def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
     )
 
 
-def disagreeing(objects: pl.DataFrame, catalogue: pl.DataFrame) -> pl.DataFrame:
+def find_disagreements(objects: pl.DataFrame, catalogue: pl.DataFrame) -> pl.DataFrame:
     """Return the objects about which the two tables disagree.
 
     An object disagrees if the states differ, if only `catalogue` has it, or if it has elements or the state

@@ -37,7 +37,7 @@ class Balance:
     rejected: int
 
     @property
-    def repeated(self) -> int:
+    def repeated_count(self) -> int:
         """The number of raw measurements that are neither observations nor rejected.
 
         They were received before, or are missing. The number is negative if rejections are outdated.
@@ -52,7 +52,9 @@ class Balance:
     @property
     def is_even(self) -> bool:
         """Whether at most a few measurements are missing or repeated, and none was invented."""
-        return not self.has_invented and self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
+        return not self.has_invented and self.repeated_count <= max(
+            MAX_REPEATED, MAX_REPEATED_SHARE * self.raw
+        )
 
 
 def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
@@ -76,7 +78,7 @@ def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
         window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
         found = count_balance(catalog, kinds, window.start, window.end)
         passed = found.is_even
-        if not passed and found.repeated > 0:
+        if not passed and found.repeated_count > 0:
             distinct = count_distinct_measurements(catalog, kinds, window.start, window.end)
             passed = replace(found, raw=distinct).is_even
         return dg.AssetCheckResult(
@@ -86,7 +88,7 @@ def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
                 "raw_measurements": found.raw,
                 "observations": found.observations,
                 "rejected": found.rejected,
-                "repeated": found.repeated,
+                "repeated": found.repeated_count,
             },
         )
 

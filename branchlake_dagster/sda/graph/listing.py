@@ -49,7 +49,7 @@ def listing_checks(
             (CATALOGUE, ("sat_no", "epoch")),
         )
     )
-    found = breaches(rows, catalogue)
+    found = find_breaches(rows, catalogue)
     for check in sorted(context.selected_asset_check_keys):
         bad = found[check.name]
         yield dg.AssetCheckResult(
@@ -64,7 +64,7 @@ def listing_checks(
         )
 
 
-def breaches(rows: pl.DataFrame, catalogue: pl.DataFrame) -> dict[str, pl.DataFrame]:
+def find_breaches(rows: pl.DataFrame, catalogue: pl.DataFrame) -> dict[str, pl.DataFrame]:
     """Return the rows that break each of the rules, by the rule's name.
 
     Args:

@@ -24,12 +24,12 @@ from branchlake_dagster.sda.messages.notation import (
     Notation,
     as_kvn,
     as_xml,
-    comments,
-    identifier,
-    moment,
-    number,
-    text,
-    utc,
+    comment_items,
+    format_text,
+    format_utc,
+    identifier_item,
+    number_item,
+    time_item,
 )
 
 VERSION = Item("CCSDS_CDM_VERS", "1.0")
@@ -99,7 +99,7 @@ def check_kind(row: Mapping[str, Any]) -> None:
         )
 
 
-def written(
+def format_cdm(
     row: Mapping[str, Any],
     parties: tuple[Party, Party],
     *,
@@ -130,18 +130,18 @@ def _header(
 ) -> Block:
     notes = [
         "States are of SGP4 from published element sets, brought from TEME to GCRF.",
-        f"Event {text(str(row['event_id']))}, first reported in the screening from "
-        f"{utc(row['first_reported'])}.",
+        f"Event {format_text(str(row['event_id']))}, first reported in the screening from "
+        f"{format_utc(row['first_reported'])}.",
     ]
-    if modes := sorted({text(one.data_mode) for one in parties} - {"REAL"}):
+    if modes := sorted({format_text(one.data_mode) for one in parties} - {"REAL"}):
         notes.append(f"NOT REAL: data mode of the element sets is {' and '.join(modes)}.")
     return Block(
         "header",
         (
-            *comments(*notes),
-            moment("CREATION_DATE", created),
-            identifier("ORIGINATOR", originator),
-            identifier("MESSAGE_ID", message_id(row)),
+            *comment_items(*notes),
+            time_item("CREATION_DATE", created),
+            identifier_item("ORIGINATOR", originator),
+            identifier_item("MESSAGE_ID", message_id(row)),
         ),
     )
 
@@ -159,7 +159,7 @@ def _relative(row: Mapping[str, Any]) -> Block:
         if row.get("probability_diluted"):
             notes.append("It is diluted: smaller covariances would raise it.")
         chance = (
-            number("COLLISION_PROBABILITY", row["collision_probability"], shape=".6E"),
+            number_item("COLLISION_PROBABILITY", row["collision_probability"], shape=".6E"),
             Item("COLLISION_PROBABILITY_METHOD", METHOD),
         )
     elif because := row.get("no_probability_because"):
@@ -167,7 +167,7 @@ def _relative(row: Mapping[str, Any]) -> Block:
     state = Block(
         "relativeStateVector",
         tuple(
-            number(
+            number_item(
                 f"RELATIVE_{name}_{axis.upper()}", row[f"relative_{column}_{axis}_{unit}"] * 1e3, si, shape
             )
             for name, column, unit, si, shape in (
@@ -180,13 +180,13 @@ def _relative(row: Mapping[str, Any]) -> Block:
     return Block(
         "relativeMetadataData",
         (
-            *comments(*notes),
-            moment("TCA", row["tca"]),
-            number("MISS_DISTANCE", row["miss_distance_km"] * 1e3, "m", ".3f"),
-            number("RELATIVE_SPEED", row["relative_speed_km_s"] * 1e3, "m/s", ".6f"),
+            *comment_items(*notes),
+            time_item("TCA", row["tca"]),
+            number_item("MISS_DISTANCE", row["miss_distance_km"] * 1e3, "m", ".3f"),
+            number_item("RELATIVE_SPEED", row["relative_speed_km_s"] * 1e3, "m/s", ".6f"),
             state,
-            moment("START_SCREEN_PERIOD", row["screened_from"]),
-            moment("STOP_SCREEN_PERIOD", row["screened_until"]),
+            time_item("START_SCREEN_PERIOD", row["screened_from"]),
+            time_item("STOP_SCREEN_PERIOD", row["screened_until"]),
             *chance,
         ),
     )
@@ -203,18 +203,18 @@ def _radii(row: Mapping[str, Any]) -> str:
 def _segment(row: Mapping[str, Any], which: int, party: Party) -> Block:
     cospar = (party.cospar or "").strip().upper()
     kind = _TYPES.get((party.kind or "").strip().upper())
-    issued = f" issued by {text(party.source)}" if party.source else ""
+    issued = f" issued by {format_text(party.source)}" if party.source else ""
     metadata = Block(
         "metadata",
         (
-            *comments(
+            *comment_items(
                 f"Element set of {party.element_epoch:%Y-%m-%dT%H:%M:%S.%f}{issued}, propagated by SGP4."
             ),
             Item("OBJECT", f"OBJECT{which}"),
-            identifier("OBJECT_DESIGNATOR", str(party.number)),
+            identifier_item("OBJECT_DESIGNATOR", str(party.number)),
             Item("CATALOG_NAME", "SATCAT"),
-            Item("OBJECT_NAME", text(party.name)),
-            identifier("INTERNATIONAL_DESIGNATOR", cospar if _COSPAR.fullmatch(cospar) else "UNKNOWN"),
+            Item("OBJECT_NAME", format_text(party.name)),
+            identifier_item("INTERNATIONAL_DESIGNATOR", cospar if _COSPAR.fullmatch(cospar) else "UNKNOWN"),
             *((Item("OBJECT_TYPE", kind),) if kind else ()),
             Item("EPHEMERIS_NAME", "NONE"),
             Item("COVARIANCE_METHOD", "DEFAULT"),
@@ -226,7 +226,7 @@ def _segment(row: Mapping[str, Any], which: int, party: Party) -> Block:
     vector = Block(
         "stateVector",
         tuple(
-            number(f"{axis}{dot}", value, unit)
+            number_item(f"{axis}{dot}", value, unit)
             for dot, values, unit in (("", party.position, "km"), ("_DOT", party.velocity, "km/s"))
             for axis, value in zip("XYZ", values, strict=True)
         ),
@@ -240,7 +240,7 @@ def _covariance(row: Mapping[str, Any], sigmas: Sequence[float | None]) -> Block
     if len(known) == len(sigmas):
         notes = [
             "Of no orbit determination. Variances of position: from differences of element sets of that age,",
-            f"error model {text(row['error_model_id'])}. Correlations are not known and given as 0.",
+            f"error model {format_text(row['error_model_id'])}. Correlations are not known and given as 0.",
             "Velocity is not known: its terms are 0, to be discounted by 508.0-B-1, 5.2.8.",
         ]
         variances = [(one * 1e3) ** 2 for one in known] + [0.0] * 3
@@ -252,5 +252,5 @@ def _covariance(row: Mapping[str, Any], sigmas: Sequence[float | None]) -> Block
         for j, other in enumerate(_TERMS[: i + 1]):
             dots = (i >= 3) + (j >= 3)
             unit = ("m**2", "m**2/s", "m**2/s**2")[dots]
-            items.append(number(f"C{one}_{other}", variances[i] if i == j else 0.0, unit, ".9E"))
-    return Block("covarianceMatrix", (*comments(*notes), *items))
+            items.append(number_item(f"C{one}_{other}", variances[i] if i == j else 0.0, unit, ".9E"))
+    return Block("covarianceMatrix", (*comment_items(*notes), *items))

@@ -62,7 +62,7 @@ class Block:
     parts: tuple[Item | Block, ...]
 
 
-def text(value: str | None, default: str = "UNKNOWN") -> str:
+def format_text(value: str | None, default: str = "UNKNOWN") -> str:
     """Convert free text to a value: capital letters in one line, without brackets and equals signs.
 
     Other characters become ``?``. An empty text gives the default.
@@ -72,7 +72,7 @@ def text(value: str | None, default: str = "UNKNOWN") -> str:
     return " ".join(plain.upper().split())[:120].strip() or default
 
 
-def identifier(keyword: str, value: str) -> Item:
+def identifier_item(keyword: str, value: str) -> Item:
     """Return an item whose value has only letters, digits, underscores and dashes (508.0-B-1, 5.2.9).
 
     Raises NotAMessage for other values.
@@ -88,17 +88,17 @@ def identifier(keyword: str, value: str) -> Item:
     return Item(keyword, wanted)
 
 
-def moment(keyword: str, value: datetime) -> Item:
+def time_item(keyword: str, value: datetime) -> Item:
     """Return an item with a time in UTC, to the microsecond."""
-    return Item(keyword, utc(value))
+    return Item(keyword, format_utc(value))
 
 
-def utc(value: datetime) -> str:
+def format_utc(value: datetime) -> str:
     """Format a time with a time zone as messages write it."""
     return f"{value.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}"
 
 
-def number(keyword: str, value: float, unit: str | None = None, shape: str = ".9f") -> Item:
+def number_item(keyword: str, value: float, unit: str | None = None, shape: str = ".9f") -> Item:
     """Return an item with a number, formatted by ``shape``.
 
     Raises NotAMessage for a number that is not finite.
@@ -108,7 +108,7 @@ def number(keyword: str, value: float, unit: str | None = None, shape: str = ".9
     return Item(keyword, f"{value:{shape}}", unit)
 
 
-def comments(*lines: str) -> tuple[Item, ...]:
+def comment_items(*lines: str) -> tuple[Item, ...]:
     """Return items with comment lines."""
     return tuple(Item("COMMENT", line) for line in lines)
 

@@ -18,11 +18,11 @@ from branchlake_dagster.sda.messages.notation import (
     Notation,
     as_kvn,
     as_xml,
-    comments,
-    identifier,
-    moment,
-    text,
-    utc,
+    comment_items,
+    format_text,
+    format_utc,
+    identifier_item,
+    time_item,
 )
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
 from branchlake_dagster.sda.orbits.inertial import Frame
@@ -66,7 +66,7 @@ class Segment:
         return (self.degree + 1) // 2 if self.method is Method.HERMITE else self.degree + 1
 
 
-def written(
+def format_oem(
     segments: Sequence[Segment], *, originator: str, created: datetime, notation: Notation, note: str = ""
 ) -> str:
     """Return one message with the segments. Times are in UTC, to the microsecond.
@@ -77,9 +77,9 @@ def written(
     header = Block(
         "header",
         (
-            *(comments(note) if note else ()),
-            moment("CREATION_DATE", created),
-            identifier("ORIGINATOR", originator),
+            *(comment_items(note) if note else ()),
+            time_item("CREATION_DATE", created),
+            identifier_item("ORIGINATOR", originator),
         ),
     )
     if notation is Notation.XML:
@@ -103,15 +103,15 @@ def _metadata(one: Segment) -> Block:
     return Block(
         "metadata",
         (
-            Item("OBJECT_NAME", text(one.object_name)),
-            Item("OBJECT_ID", text(one.object_id)),
+            Item("OBJECT_NAME", format_text(one.object_name)),
+            Item("OBJECT_ID", format_text(one.object_id)),
             Item("CENTER_NAME", "EARTH"),
             Item("REF_FRAME", one.frame.value),
             Item("TIME_SYSTEM", "UTC"),
-            moment("START_TIME", time_of(one.micros[0])),
-            moment("USEABLE_START_TIME", time_of(one.begin)),
-            moment("USEABLE_STOP_TIME", time_of(one.end)),
-            moment("STOP_TIME", time_of(one.micros[-1])),
+            time_item("START_TIME", time_of(one.micros[0])),
+            time_item("USEABLE_START_TIME", time_of(one.begin)),
+            time_item("USEABLE_STOP_TIME", time_of(one.end)),
+            time_item("STOP_TIME", time_of(one.micros[-1])),
             Item("INTERPOLATION", one.method.value),
             Item("INTERPOLATION_DEGREE", str(one.degree)),
         ),
@@ -121,7 +121,7 @@ def _metadata(one: Segment) -> Block:
 def _states(one: Segment) -> Iterator[tuple[str, list[str]]]:
     values = np.concatenate([one.position, one.velocity], axis=1)
     for micros, row in zip(one.micros.tolist(), values.tolist(), strict=True):
-        yield utc(time_of(micros)), [f"{value:.9f}" for value in row]
+        yield format_utc(time_of(micros)), [f"{value:.9f}" for value in row]
 
 
 def _lines(one: Segment) -> Iterator[str]:

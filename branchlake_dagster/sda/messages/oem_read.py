@@ -113,7 +113,7 @@ def read_oem(content: bytes, source: str, *, limits: ReadLimits | None = None) -
             f"Ephemeris file {source} has several time systems, which a message may not.",
             hint="Divide it.",
         )
-    return _Reading(parts).done()
+    return _Reading(parts).finish()
 
 
 class _Reading:
@@ -122,7 +122,7 @@ class _Reading:
         self._segments: list[Segment] = []
         self._rejected: list[dict[str, Any]] = []
 
-    def done(self) -> ReadEphemeris:
+    def finish(self) -> ReadEphemeris:
         by_segment = self._parts.states.partition_by("segment", as_dict=True, maintain_order=True)
         for number, metadata in enumerate(self._parts.segments, 1):
             states = by_segment.get((number,), self._parts.states.clear())

@@ -34,7 +34,7 @@ from branchlake_dagster.sda.pulls.arrow import (
 )
 from branchlake_dagster.sda.registry.satcat import is_satcat
 from branchlake_dagster.sda.registry.sources import source_name
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.sources import GpFile
 
 _COMPRESSION_LEVEL = 1
@@ -78,9 +78,9 @@ def parse_pulls(
     parts = build_parts(files, limits, part_chars)
     frame = session.createDataFrame(parts).repartition(parts.num_rows)
     schema = from_arrow_schema(record_schema())
-    parsed = frame.mapInArrow(carried(parse_batches(limits)), schema)
+    parsed = frame.mapInArrow(pickle_by_value(parse_batches(limits)), schema)
     by_object = parsed.repartition("snapshot_id", "sat_no")
-    records = by_object.mapInArrow(carried(keep_latest_batches), schema).persist()
+    records = by_object.mapInArrow(pickle_by_value(keep_latest_batches), schema).persist()
     try:
         found = records.groupBy("snapshot_id", "kind", "reason").count().collect()
         counts = {(row[0], row[1], row[2]): int(row[3]) for row in found}

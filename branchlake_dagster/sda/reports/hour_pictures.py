@@ -139,7 +139,7 @@ def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
     if tracks.is_empty():
         return None
     positions = tracks.select("x_km", "y_km", "z_km").to_numpy()
-    latitude, longitude = subpoints(positions, tracks["epoch"].dt.epoch("us").to_numpy())
+    latitude, longitude = compute_subpoints(positions, tracks["epoch"].dt.epoch("us").to_numpy())
     epoch = tracks["epoch"].min()
     moment = f", {epoch:%Y-%m-%d %H:%M} UTC" if isinstance(epoch, datetime) else ""
     figure = new_figure(f"{tracks.height:,} tracks above the Earth{moment}")
@@ -194,7 +194,7 @@ def draw_alerts(alerts: pl.DataFrame, start: datetime) -> Figure | None:
     return figure
 
 
-def subpoints(positions: Floats, micros: Micros) -> tuple[Floats, Floats]:
+def compute_subpoints(positions: Floats, micros: Micros) -> tuple[Floats, Floats]:
     """Return geocentric latitude and longitude (degrees) of TEME positions (n, 3) in km at UTC instants."""
     fixed = rotate_z(positions, sidereal_angle(micros))
     latitude: Floats = np.degrees(np.arctan2(fixed[:, 2], np.hypot(fixed[:, 0], fixed[:, 1])))

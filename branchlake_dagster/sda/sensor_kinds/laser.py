@@ -44,7 +44,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
-from branchlake_dagster.sda.contracts.fields import may, must
+from branchlake_dagster.sda.contracts.fields import optional_column, required_column
 from branchlake_dagster.sda.contracts.raw import OnGround
 from branchlake_dagster.sda.sensor_kinds.declaration import ON_GROUND, SensorKind, decoded_columns
 from branchlake_dagster.sda.sensors.network import Site
@@ -53,7 +53,7 @@ from branchlake_dagster.sda.wire.columns import (
     NOT_FINITE,
     UNKNOWN_SENSOR,
     Reasons,
-    decoded,
+    build_decoded,
     one_array,
 )
 from branchlake_dagster.sda.wire.links import LIGHT_M_S
@@ -112,17 +112,19 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in STATIO
 class RawLaser(OnGround):
     """A normal point of a laser ranging station."""
 
-    sat_no: T.LongType = must("Catalog number of the target, as the station names it.", ge=1)
-    data_release: T.LongType = must("Release of the data: 0 is the first.", ge=0)
-    time_of_flight_s: T.DoubleType = must("Two-way time of flight, as measured.", "s", gt=0.0)
-    range_m: T.DoubleType = must("Half of the time of flight as a distance.", "m", gt=0.0)
-    refraction_m: T.DoubleType = may("Delay by the atmosphere that the range contains.", "m")
-    bin_rms_ps: T.DoubleType = may("Scatter of the single times of flight of the normal point.", "ps", ge=0.0)
-    ranges: T.LongType = may("Number of single ranges.", ge=0)
-    pressure_mbar: T.DoubleType = may("Pressure at the station.", "mbar")
-    temperature_k: T.DoubleType = may("Temperature at the station.", "K")
-    humidity_percent: T.DoubleType = may("Relative humidity at the station.", "%")
-    elevation_deg: T.DoubleType = may("Elevation to which the station pointed.", "deg")
+    sat_no: T.LongType = required_column("Catalog number of the target, as the station names it.", ge=1)
+    data_release: T.LongType = required_column("Release of the data: 0 is the first.", ge=0)
+    time_of_flight_s: T.DoubleType = required_column("Two-way time of flight, as measured.", "s", gt=0.0)
+    range_m: T.DoubleType = required_column("Half of the time of flight as a distance.", "m", gt=0.0)
+    refraction_m: T.DoubleType = optional_column("Delay by the atmosphere that the range contains.", "m")
+    bin_rms_ps: T.DoubleType = optional_column(
+        "Scatter of the single times of flight of the normal point.", "ps", ge=0.0
+    )
+    ranges: T.LongType = optional_column("Number of single ranges.", ge=0)
+    pressure_mbar: T.DoubleType = optional_column("Pressure at the station.", "mbar")
+    temperature_k: T.DoubleType = optional_column("Temperature at the station.", "K")
+    humidity_percent: T.DoubleType = optional_column("Relative humidity at the station.", "%")
+    elevation_deg: T.DoubleType = optional_column("Elevation to which the station pointed.", "deg")
 
 
 def split_normal_points(crd: bytes) -> Iterator[bytes]:
@@ -228,7 +230,7 @@ def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         "humidity_percent": pa.array(number["humidity"], from_pandas=True),
         "elevation_deg": pa.array(number["elevation"], from_pandas=True),
     }
-    return decoded(columns, np.arange(len(values)), reasons, decoded_columns(RawLaser))
+    return build_decoded(columns, np.arange(len(values)), reasons, decoded_columns(RawLaser))
 
 
 def marini_murray_delay(

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
-from branchlake_dagster.sda.contracts.fields import may, must
+from branchlake_dagster.sda.contracts.fields import optional_column, required_column
 from branchlake_dagster.sda.contracts.raw import OnGround
 from branchlake_dagster.sda.sensor_kinds.declaration import ON_GROUND, SensorKind, decoded_columns
 from branchlake_dagster.sda.sensors.network import RADARS
@@ -40,9 +40,9 @@ from branchlake_dagster.sda.wire.columns import (
     UNKNOWN_SENSOR,
     WRONG_SIZE,
     Reasons,
-    decoded,
-    fixed,
+    build_decoded,
     one_array,
+    split_fixed,
 )
 
 SWEEP = np.dtype(
@@ -66,18 +66,18 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in RADARS
 class RawSweepRadar(OnGround):
     """The measurement in a datagram of a sweeping radar."""
 
-    frame_digest: T.StringType = may("SHA-256 digest of the datagram, in hexadecimal.")
+    frame_digest: T.StringType = optional_column("SHA-256 digest of the datagram, in hexadecimal.")
 
-    range_km: T.DoubleType = must("Distance from the sensor.", "km", gt=0.0)
-    azimuth_deg: T.DoubleType = must("Azimuth from north over east.", "deg", ge=0.0, le=360.0)
-    elevation_deg: T.DoubleType = must("Elevation above the horizon.", "deg", ge=-90.0, le=90.0)
+    range_km: T.DoubleType = required_column("Distance from the sensor.", "km", gt=0.0)
+    azimuth_deg: T.DoubleType = required_column("Azimuth from north over east.", "deg", ge=0.0, le=360.0)
+    elevation_deg: T.DoubleType = required_column("Elevation above the horizon.", "deg", ge=-90.0, le=90.0)
 
 
 def decode_sweep(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
     """Decode datagrams to one row each, and return each row's error (null if it is a measurement)."""
     values = one_array(values)
     reasons = Reasons(len(values))
-    rows, right = fixed(values, SWEEP)
+    rows, right = split_fixed(values, SWEEP)
     reasons.add(~right, WRONG_SIZE)
     where = np.flatnonzero(right)
     site = np.minimum(np.searchsorted(_NUMBERS, rows["sensor_id"]), len(_NUMBERS) - 1)
@@ -104,7 +104,7 @@ def decode_sweep(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         "clock_sync_age_s": 0.0,
         **{name: _PLACES[site, k] for k, name in enumerate(ON_GROUND)},
     }
-    return decoded(columns, where, reasons, decoded_columns(RawSweepRadar))
+    return build_decoded(columns, where, reasons, decoded_columns(RawSweepRadar))
 
 
 SWEEP_RADAR = SensorKind(

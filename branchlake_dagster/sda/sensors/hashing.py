@@ -13,7 +13,7 @@ import polars as pl
 from branchlake_dagster.sda.orbits.frames import Floats
 
 
-def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
+def draw_uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     """Return numbers in (0, 1), one per key (n,), by splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 
     Different `salt` gives independent numbers.
@@ -26,7 +26,7 @@ def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 
 
-def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def hash_keys(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return a hash of 64 bits for each row (n,) of several keys (n,)."""
     state = keys.astype(np.uint64)
     with np.errstate(over="ignore"):
@@ -46,7 +46,7 @@ def track_numbers(track_ids: pl.Series) -> npt.NDArray[np.uint32]:
     texts = np.array(track_ids.to_list(), dtype=np.bytes_)
     width = -(-max(texts.itemsize, 1) // 8) * 8
     words = texts.astype(f"S{width}").view("<i8").reshape(len(texts), -1)
-    hashed = mixed(words[:, 0], 11, *(words[:, column] for column in range(1, words.shape[1])))
+    hashed = hash_keys(words[:, 0], 11, *(words[:, column] for column in range(1, words.shape[1])))
     return (1 + hashed % np.uint64(2**32 - 1)).astype(np.uint32)
 
 
@@ -57,8 +57,8 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def normal(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
+def draw_normal(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     """Return standard normal numbers, one per key (n,), by Box-Muller on two hashes."""
-    radius = np.sqrt(-2 * np.log(uniform(keys, *salt, 1)))
-    drawn: Floats = radius * np.cos(2 * np.pi * uniform(keys, *salt, 2))
+    radius = np.sqrt(-2 * np.log(draw_uniform(keys, *salt, 1)))
+    drawn: Floats = radius * np.cos(2 * np.pi * draw_uniform(keys, *salt, 2))
     return drawn

@@ -74,7 +74,7 @@ def light_delay(position: Floats, velocity: Floats, site: Floats) -> tuple[Float
     return delay[:, 0], earlier, velocity - delay * acceleration
 
 
-def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
+def predict_radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
     """Return the radar measurements (n, 4) of n states, and their derivatives (n, 4, 6) by the state.
 
     The four values are range (km), range rate (km/s), azimuth from north over east, and elevation (rad).
@@ -110,10 +110,10 @@ def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Float
     return measured, _delay_slope(slope, delay)
 
 
-def optical(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
+def predict_optical(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
     """Return right ascension and declination (rad) of n states (n, 2), and their derivatives (n, 2, 6).
 
-    The arguments are those of `radar`.
+    The arguments are those of `predict_radar`.
     """
     site, _ = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
     delay, earlier, _ = light_delay(position, velocity, site)
@@ -155,6 +155,6 @@ def _delay_slope(slope: Floats, delay: Floats) -> Floats:
     return slope
 
 
-def wrap(angle: Floats) -> Floats:
+def wrap_angle(angle: Floats) -> Floats:
     """Return the same angle in [-pi, pi), rad."""
     return (angle + np.pi) % (2 * np.pi) - np.pi

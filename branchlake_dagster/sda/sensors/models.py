@@ -145,9 +145,9 @@ class MeasurementModel:
             values = np.concatenate([position, velocity], axis=1)
             slope = np.broadcast_to(np.eye(6), (len(values), 6, 6))
         elif self.geometry == "topocentric":
-            values, slope = measurement.radar(position, velocity, stations)
+            values, slope = measurement.predict_radar(position, velocity, stations)
         else:
-            values, slope = measurement.optical(position, velocity, stations)
+            values, slope = measurement.predict_optical(position, velocity, stations)
         if self.width == len(GEOMETRIES[self.geometry]):
             return values, slope
         return values[:, list(self.components)], slope[:, list(self.components)]

@@ -26,7 +26,7 @@ from branchlake_dagster.sda.orbits.frames import (
 from branchlake_dagster.sda.orbits.plausible import find_state_faults
 from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
 from branchlake_dagster.sda.sensors import measurement
-from branchlake_dagster.sda.sensors.hashing import normal, uniform
+from branchlake_dagster.sda.sensors.hashing import draw_normal, draw_uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
 from branchlake_dagster.sda.sensors.network import (
     ALLOWED_LATENESS_S,
@@ -60,7 +60,7 @@ class Scene:
         )
         self.alive: npt.NDArray[np.bool_] = find_state_faults(self.ephemeris, elements).plausible_objects
         self.timing_us = np.round(
-            np.clip(normal(self.sat_no, seed, 77), -4, 4) * CATALOGUE_TIMING_SIGMA_S * 1e6
+            np.clip(draw_normal(self.sat_no, seed, 77), -4, 4) * CATALOGUE_TIMING_SIGMA_S * 1e6
         ).astype(np.int64)
         self.rng = np.random.default_rng([seed, start // 1_000_000, *kind.encode()])
 
@@ -216,7 +216,7 @@ def seen_by_radars(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool_]]]
 
 def measured_by_radar(scene: Scene, site: Site, rows: Rows, micros: Micros, noise: Noise) -> dict[str, Any]:
     """Simulate a radar's measurements of objects ``rows`` (k,) at instants (k,), as `NATIVE_COLUMNS`."""
-    clean, _ = measurement.radar(*scene.truth(rows, micros), _stations(site, micros))
+    clean, _ = measurement.predict_radar(*scene.truth(rows, micros), _stations(site, micros))
     error = scene.rng.standard_normal((len(rows), 4))
     az = clean[:, 2] + error[:, 2] * noise.angle_rad / np.cos(clean[:, 3])
     return {
@@ -261,7 +261,7 @@ def measured_by_telescope(
 ) -> dict[str, Any]:
     """Simulate a telescope's measurements of objects ``rows`` (k,) at instants (k,), as `NATIVE_COLUMNS`."""
     sigma = noise.optical_arcsec * ARCSEC_RAD
-    clean, _ = measurement.optical(*scene.truth(rows, micros), _stations(site, micros))
+    clean, _ = measurement.predict_optical(*scene.truth(rows, micros), _stations(site, micros))
     error = scene.rng.standard_normal((len(rows), 2)) * sigma
     return {
         **_ground(scene, site, rows, micros, "ntp"),
@@ -287,7 +287,7 @@ def isl_observers(scene: Scene, tasking: Tasking) -> Rows:
     alive = np.flatnonzero(scene.alive)
     height = np.linalg.norm(scene.ephemeris.position[alive, 0], axis=1) - EARTH_RADIUS_KM
     low = alive[height < 2_000]
-    chosen: Rows = low[np.argsort(uniform(scene.sat_no[low], scene.seed, 5))[: tasking.isl_observers]]
+    chosen: Rows = low[np.argsort(draw_uniform(scene.sat_no[low], scene.seed, 5))[: tasking.isl_observers]]
     return chosen
 
 

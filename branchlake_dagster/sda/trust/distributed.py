@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster.sda.trust.arrow import (
     COMPARED_OBJECT_SCHEMA,
     FACTOR_SCHEMA,
@@ -138,7 +138,7 @@ def build_model_id(newest_micros: int, hashed_rows: bytes, growth: pa.Table) -> 
 
 
 def _map(frame: DataFrame, function: BatchFunction, schema: pa.Schema) -> DataFrame:
-    return frame.mapInArrow(carried(function), from_arrow_schema(schema))
+    return frame.mapInArrow(pickle_by_value(function), from_arrow_schema(schema))
 
 
 def _select_recent(history: DataFrame, days: float) -> tuple[int, int, DataFrame]:

@@ -51,7 +51,7 @@ class Reasons:
         self.texts[where & (self.texts == None)] = text  # noqa: E711 - element by element
 
     @property
-    def sound(self) -> Bools:
+    def is_valid(self) -> Bools:
         """Which rows (n,) have no reason."""
         return np.asarray(self.texts == None, dtype=np.bool_)  # noqa: E711 - element by element
 
@@ -64,7 +64,7 @@ def one_array(values: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
     return found if found.type == pa.binary() else found.cast(pa.binary())
 
 
-def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np.void], Bools]:
+def split_fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np.void], Bools]:
     """Return the k values that have the layout's size as records, and a mask (n,) of these values."""
     right = pc.equal(pc.binary_length(values), layout.itemsize).fill_null(False)
     rows = values.filter(right)
@@ -74,7 +74,7 @@ def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np
     return found, right.to_numpy(zero_copy_only=False)
 
 
-def decoded(
+def build_decoded(
     columns: Mapping[str, Any],
     rows: npt.NDArray[np.int64],
     reasons: Reasons,
@@ -92,7 +92,7 @@ def decoded(
     total = len(reasons.texts)
     index = np.zeros(total, dtype=np.int64)
     index[rows] = np.arange(len(rows))
-    sound = reasons.sound
+    sound = reasons.is_valid
     taken = pa.array(index, mask=~sound)
     micros = np.asarray(columns["timestamp_ns"]).astype(np.int64) // 1_000
     columns = {**columns, "sensor_timestamp": pa.array(micros).cast(pa.timestamp("us", "UTC"))}
@@ -111,13 +111,13 @@ def decoded(
     return pa.RecordBatch.from_arrays(arrays, schema=schema), pa.array(reasons.texts, pa.string())
 
 
-def numbered(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
+def number_texts(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
     """Return n texts that join a prefix and numbers by dashes, such as ``prefix-1-2``."""
     parts = [pa.array(one.astype(np.int64)).cast(pa.string()) for one in numbers]
     return pc.binary_join_element_wise(prefix, *parts, "-")
 
 
-def binary(rows: npt.NDArray[np.void], lengths: npt.NDArray[np.int64] | None = None) -> pa.BinaryArray:
+def join_binary(rows: npt.NDArray[np.void], lengths: npt.NDArray[np.int64] | None = None) -> pa.BinaryArray:
     """Return records as binary values. `lengths` (n,) truncates each to its first bytes."""
     size = rows.dtype.itemsize
     if lengths is None:

@@ -39,11 +39,11 @@ from branchlake_dagster.sda.wire.columns import (
     NOT_FINITE,
     WRONG_SIZE,
     Reasons,
-    binary,
-    decoded,
-    fixed,
-    numbered,
+    build_decoded,
+    join_binary,
+    number_texts,
     one_array,
+    split_fixed,
 )
 
 VERSION = 1
@@ -90,7 +90,7 @@ def link_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
 
 def encode_links(native: pl.DataFrame) -> pa.BinaryArray:
     """Encode simulated measurements of links as frames, without the lengths in front of them."""
-    return binary(link_rows(native))
+    return join_binary(link_rows(native))
 
 
 def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
@@ -100,7 +100,7 @@ def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
     """
     values = one_array(values)
     reasons = Reasons(len(values))
-    rows, right = fixed(values, LINK)
+    rows, right = split_fixed(values, LINK)
     reasons.add(~right, WRONG_SIZE)
     where = np.flatnonzero(right)
     position, velocity = rows["position_m"], rows["velocity_m_s"]
@@ -123,9 +123,9 @@ def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
     target = rows["target"].astype(np.int64)
     columns = {
         "source_kind": "isl",
-        "orig_sensor_id": numbered("isl", rows["observer"]),
+        "orig_sensor_id": number_texts("isl", rows["observer"]),
         "track_id": pc.if_else(
-            pa.array(target != 0), numbered("isl", rows["observer"], rows["target"]), None
+            pa.array(target != 0), number_texts("isl", rows["observer"], rows["target"]), None
         ),
         "sat_no": pa.array(target, mask=target == 0),
         "timestamp_ns": rows["timestamp_ns"].astype(np.int64),
@@ -136,4 +136,4 @@ def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         "clock_source": "onboard",
         "clock_sync_age_s": rows["since_sync_s"],
     }
-    return decoded(columns, where, reasons)
+    return build_decoded(columns, where, reasons)

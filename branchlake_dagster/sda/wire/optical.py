@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from branchlake_dagster.sda.sensors.hashing import mixed, track_numbers
+from branchlake_dagster.sda.sensors.hashing import hash_keys, track_numbers
 from branchlake_dagster.sda.sensors.network import TELESCOPES
 from branchlake_dagster.sda.wire.columns import (
     BAD_ANGLE,
@@ -31,7 +31,7 @@ from branchlake_dagster.sda.wire.columns import (
     NOT_FINITE,
     UNKNOWN_SENSOR,
     Reasons,
-    decoded,
+    build_decoded,
     one_array,
 )
 
@@ -53,7 +53,7 @@ _SITES = {site.sensor_id: number for number, site in enumerate(TELESCOPES)}
 _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in TELESCOPES])
 
 
-def missing(field: str) -> str:
+def format_missing(field: str) -> str:
     """Return the reason for an item that lacks a field."""
     return f"{field} is missing"
 
@@ -83,7 +83,7 @@ def observation_ids(native: pl.DataFrame) -> list[str]:
     site = native["orig_sensor_id"].str.strip_prefix("optical-").cast(pl.Int64).to_numpy()
     objects = native["sat_no"].fill_null(0).to_numpy()
     words = np.stack(
-        [mixed(native["timestamp_ns"].to_numpy(), salt, objects, site) for salt in (1, 2)], axis=1
+        [hash_keys(native["timestamp_ns"].to_numpy(), salt, objects, site) for salt in (1, 2)], axis=1
     )
     raw = words.astype(">u8").view(np.uint8).reshape(-1, 16)
     raw[:, 6] = raw[:, 6] & 0x0F | 0x80
@@ -100,7 +100,7 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
     """
     values = one_array(values)
     reasons = Reasons(len(values))
-    where, items = _parsed(values)
+    where, items = _parse_items(values)
     there = np.zeros(len(values), dtype=np.bool_)
     there[where] = True
     reasons.add(~there, MALFORMED)
@@ -111,7 +111,7 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
     site = pc.index_in(fields["site_id"], pa.array(list(_SITES)))
     finite = np.all([np.isfinite(one) for one in (*numbers.values(), age)], axis=0)
     ra, dec = numbers["ra_rad"], numbers["dec_rad"]
-    faults: dict[str, Any] = {missing(name): _bools(pc.is_null(fields[name])) for name in _REQUIRED}
+    faults: dict[str, Any] = {format_missing(name): _bools(pc.is_null(fields[name])) for name in _REQUIRED}
     with np.errstate(invalid="ignore"):
         faults |= {
             BAD_ID: ~_bools(pc.fill_null(pc.match_substring_regex(fields["obs_id"], _UUID), False)),
@@ -143,10 +143,10 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
         "clock_source": pc.if_else(synced, "ntp", "unknown"),
         "clock_sync_age_s": age,
     }
-    return decoded(columns, where, reasons)
+    return build_decoded(columns, where, reasons)
 
 
-def _parsed(values: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], pa.StructArray]:
+def _parse_items(values: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], pa.StructArray]:
     """Return the rows (k,) that are JSON objects with fields of the right types, and the objects.
 
     Arrow's reader rejects a whole text if one line is bad. So a rejected text is halved until the bad lines

@@ -39,10 +39,10 @@ from branchlake_dagster.sda.wire.columns import (
     UNKNOWN_SENSOR,
     WRONG_SIZE,
     Reasons,
-    binary,
-    decoded,
-    fixed,
+    build_decoded,
+    join_binary,
     one_array,
+    split_fixed,
 )
 
 RADAR = np.dtype(
@@ -87,7 +87,7 @@ def radar_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
 
 def encode_radar(native: pl.DataFrame) -> pa.BinaryArray:
     """Encode simulated measurements of radars as datagrams."""
-    return binary(radar_rows(native))
+    return join_binary(radar_rows(native))
 
 
 def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
@@ -97,7 +97,7 @@ def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
     """
     values = one_array(values)
     reasons = Reasons(len(values))
-    rows, right = fixed(values, RADAR)
+    rows, right = split_fixed(values, RADAR)
     reasons.add(~right, WRONG_SIZE)
     where = np.flatnonzero(right)
     site = np.searchsorted(_NUMBERS, rows["array_id"])
@@ -141,4 +141,4 @@ def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         "clock_source": "gps",
         "clock_sync_age_s": 0.0,
     }
-    return decoded(columns, where, reasons)
+    return build_decoded(columns, where, reasons)

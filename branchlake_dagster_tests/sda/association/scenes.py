@@ -84,14 +84,14 @@ def observe(
     source = sensor or f"{kind}-01"
     columns: dict[str, object] = {}
     if kind == "radar":
-        measured, _ = measurement.radar(position, velocity, stations)
+        measured, _ = measurement.predict_radar(position, velocity, stations)
         sigma = np.array([0.015, 5e-5, np.degrees(3e-4), np.degrees(3e-4)])
         measured[:, 2:] = np.degrees(measured[:, 2:])
         measured += draw[:, :4] * sigma
         names = ("range_km", "range_rate_km_s", "azimuth_deg", "elevation_deg")
         uncertain = ("range_unc_km", "range_rate_unc_km_s", "azimuth_unc_deg", "elevation_unc_deg")
     elif kind == "optical":
-        measured, _ = measurement.optical(position, velocity, stations)
+        measured, _ = measurement.predict_optical(position, velocity, stations)
         measured, sigma = np.degrees(measured), np.full(2, 1 / 3600)
         measured += draw[:, :2] * sigma
         names, uncertain = ("ra_deg", "declination_deg"), ("ra_unc_deg", "declination_unc_deg")

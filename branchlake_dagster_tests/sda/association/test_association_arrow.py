@@ -13,7 +13,7 @@ from branchlake_dagster.sda.benchmarks.association import Catalogs, count_outcom
 from branchlake_dagster.sda.benchmarks.association_scene import Scene, simulate_scene
 from branchlake_dagster.sda.contracts import Observation
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster_tests.sda.association.scenes import MODELS
 
 HALF_HOUR = 1_800_000_000
@@ -115,7 +115,7 @@ def test_without_elements_nothing_is_tested(catalogs, scene):
 
 
 def test_the_function_travels_to_workers(catalogs, scene, whole):
-    function = carried(
+    function = pickle_by_value(
         associate_batches(
             catalogs.earlier, catalogs.sigma_km, catalogs.start, catalogs.start + HALF_HOUR, MODELS
         )

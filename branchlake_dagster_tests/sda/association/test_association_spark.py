@@ -17,7 +17,7 @@ from branchlake_dagster.sda.observations.envelope import build_observations
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.network import Tasking
 from branchlake_dagster.sda.sensors.simulate import simulate
-from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.shipping import pickle_by_value
 from branchlake_dagster_tests.sda.test_spark import identified, raw_rows
 from branchlake_dagster_tests.sda.test_tracks import MODELS
 
@@ -54,7 +54,9 @@ def test_workers_give_the_rows_of_this_process(session, catalogs, native):
     numbered = native.with_columns(observation_id=pl.int_range(pl.len()).cast(pl.String))
     envelope = session.createDataFrame(to_envelope(numbered).select(OBSERVATION_INPUT).to_arrow())
     start = catalogs.start
-    function = carried(associate_batches(catalogs.earlier, catalogs.sigma_km, start, start + WINDOW, MODELS))
+    function = pickle_by_value(
+        associate_batches(catalogs.earlier, catalogs.sigma_km, start, start + WINDOW, MODELS)
+    )
     distributed = (
         envelope.repartition("source_id")
         .mapInArrow(function, from_arrow_schema(ASSOCIATION_SCHEMA))

@@ -9,13 +9,13 @@ import pytest
 
 from branchlake_dagster.sda.orbits.frames import site_teme
 from branchlake_dagster.sda.reports.hour_pictures import (
+    compute_subpoints,
     draw_alerts,
     draw_ground_tracks,
     draw_outcomes,
     draw_residuals,
     draw_track_quality,
     select_worst_sensors,
-    subpoints,
 )
 from branchlake_dagster.sda.reports.pictures import draw_chart, to_markdown, to_png
 from branchlake_dagster_tests.suite.soak import soaking
@@ -100,7 +100,7 @@ def test_subpoints_are_the_longitudes_of_sites_at_the_equator():
     longitudes = np.array([-170.0, 0.0, 47.5])
     micros = np.full(3, int(HOUR.timestamp() * 1e6))
     positions, _ = site_teme(np.zeros(3), longitudes, np.full(3, 400.0), micros)
-    latitude, longitude = subpoints(positions, micros)
+    latitude, longitude = compute_subpoints(positions, micros)
     assert latitude == pytest.approx([0.0] * 3, abs=1e-9)
     assert longitude == pytest.approx(longitudes)
     figure = draw_ground_tracks(tracks())
