@@ -14,7 +14,7 @@ from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sources import snapshot_id, snapshot_time
 from branchlake_dagster.sda.trust.arrow import HISTORY_INPUT
-from branchlake_dagster.sda.trust.distributed import compute_error_model
+from branchlake_dagster.sda.trust.distributed import _hash_rows, compute_error_model
 from branchlake_dagster.sda.trust.jumps import JumpKind
 from branchlake_dagster_tests.sda.test_contracts import in_order, stored, types
 from branchlake_dagster_tests.sda.test_screening import SNAPSHOTS
@@ -131,6 +131,13 @@ def test_no_history_gives_a_model_without_curves_and_the_columns_of_the_contract
     for table, contract in zip(tables, CONTRACTS, strict=True):
         told = table.with_columns(error_model_id=pl.lit(model_id)).to_arrow().schema
         assert in_order(types(contract)) == in_order(stored(told))
+
+
+def test_the_hash_of_rows_does_not_depend_on_their_order(spark_session):
+    rows = spark_session.range(1_000)
+    hashed = _hash_rows(rows)
+    assert _hash_rows(rows.orderBy(rows.id.desc()).repartition(3)) == hashed
+    assert _hash_rows(spark_session.range(1, 1_001)) != hashed
 
 
 # In `make test`, a made history shows that Spark's tables are those of the function, and test_trust.py has real history.
