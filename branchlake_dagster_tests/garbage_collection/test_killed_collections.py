@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pyiceberg.table import Table
 
-from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.garbage_collection.collected_lake import DAY, ROWS
 from branchlake_dagster_tests.garbage_collection.test_collector_lake import SharedLake, shared
 
@@ -25,6 +27,14 @@ _SHOWN_BY_OTHERS = [  # `append` shows a kill while a plan is made, and `delete`
     for moment in ("mark", "list", "plan files", "plan", "deletions", "outcomes", "executed")
 ]
 EXECUTING = ("delete", "deletions", "outcomes", "executed")
+
+
+@pytest.fixture(scope="module")
+def lakehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
+    """A lake of this module's own: a pass reads all tables on `main`, also the many of other tests."""
+    lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("killed") / "state"))
+    yield lake
+    lake.servers.stop_all()
 
 
 def killed_pass(lake: SharedLake, moment: str, days: float) -> None:
