@@ -1,7 +1,6 @@
 """Histories by the thousand. One of them by its seed: `python -m branchlake_dagster_tests.incremental SEED`.
 
 `BRANCHLAKE_TEST_HISTORIES` sets how many are played, `BRANCHLAKE_TEST_HISTORIES_SEED` with which seed they begin.
-Without them those are played in which every kind of event happens.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from branchlake_dagster_tests.incremental.writing import Writer
 
 pytestmark = pytest.mark.chaos
 
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "150"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "2000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
 _AT_ONCE = 500
 """As many are played in this process; more of them in a process for each core."""

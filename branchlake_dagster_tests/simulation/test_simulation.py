@@ -1,7 +1,6 @@
 """Schedules by the thousand. One of them by its seed: `python -m branchlake_dagster_tests.simulation SEED`.
 
 `BRANCHLAKE_TEST_SIM_SCHEDULES` sets how many are played, `BRANCHLAKE_TEST_SIM_SEED` with which seed they begin.
-Without them those are played in which every kind of event happens.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFind
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play
 
-SCHEDULES = int(os.environ.get("BRANCHLAKE_TEST_SIM_SCHEDULES", "150"))
-FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_SIM_SEED", "450"))
+SCHEDULES = int(os.environ.get("BRANCHLAKE_TEST_SIM_SCHEDULES", "2000"))
+FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_SIM_SEED", "0"))
 _AT_ONCE = 500
 """As many are played in this process; more of them in a process for each core."""
 
