@@ -45,8 +45,6 @@ pytestmark = pytest.mark.chaos
 
 HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "2000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
-_AT_ONCE = 500
-"""As many are played in this process; more of them in a process for each core."""
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 3
@@ -84,22 +82,16 @@ def _played(first: int, count: int) -> tuple[str, dict[str, int]]:
 
 @pytest.mark.timeout(600 + HISTORIES // 5)
 def test_what_is_maintained_is_what_a_full_computation_gives() -> None:
-    if HISTORIES <= _AT_ONCE:
-        played = [play(FIRST_SEED + number) for number in range(HISTORIES)]
-        stories = [one.failure for one in played if one.failure]
-        seen = sum((one.seen for one in played), Counter[str]())
-    else:
-        processes = os.cpu_count() or 1
-        share = -(-HISTORIES // processes)
-        with ThreadPoolExecutor(processes) as pool:
-            firsts = [FIRST_SEED + i * share for i in range(processes)]
-            results = list(pool.map(_played, firsts, [share] * processes))
-        stories = [story for text, _ in results for story in text.split("\n\n") if story.strip()]
-        seen = sum((Counter(counted) for _, counted in results), Counter[str]())
+    processes = min(os.cpu_count() or 1, HISTORIES)
+    share = -(-HISTORIES // processes)
+    with ThreadPoolExecutor(processes) as pool:
+        firsts = [FIRST_SEED + i * share for i in range(processes)]
+        results = list(pool.map(_played, firsts, [share] * processes))
+    stories = [story for text, _ in results for story in text.split("\n\n") if story.strip()]
     if stories:
         pytest.fail("\n\n".join([f"{len(stories)} histories failed", *stories[:_SHOWN]]), pytrace=False)
-    chosen = "BRANCHLAKE_TEST_HISTORIES" in os.environ or "BRANCHLAKE_TEST_HISTORIES_SEED" in os.environ
-    assert (chosen and HISTORIES < 2000) or [name for name in _WANTED if not seen[name]] == []
+    seen: Counter[str] = sum((Counter(counted) for _, counted in results), Counter())
+    assert HISTORIES < 2000 or [name for name in _WANTED if not seen[name]] == []
 
 
 def test_a_seed_is_one_history() -> None:

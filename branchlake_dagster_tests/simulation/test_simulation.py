@@ -47,8 +47,6 @@ from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play
 
 SCHEDULES = int(os.environ.get("BRANCHLAKE_TEST_SIM_SCHEDULES", "2000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_SIM_SEED", "0"))
-_AT_ONCE = 500
-"""As many are played in this process; more of them in a process for each core."""
 
 pytestmark = pytest.mark.chaos
 
@@ -75,22 +73,16 @@ def _played(first: int, count: int) -> tuple[str, dict[str, int]]:
 
 @pytest.mark.timeout(600 + SCHEDULES // 5)
 def test_schedules() -> None:
-    if SCHEDULES <= _AT_ONCE:
-        played = [play(FIRST_SEED + number) for number in range(SCHEDULES)]
-        stories = [one.failure for one in played if one.failure]
-        seen = sum((one.seen for one in played), Counter[str]())
-    else:
-        processes = os.cpu_count() or 1
-        share = -(-SCHEDULES // processes)
-        with ThreadPoolExecutor(processes) as pool:
-            firsts = [FIRST_SEED + i * share for i in range(processes)]
-            results = list(pool.map(_played, firsts, [share] * processes))
-        stories = [story for text, _ in results for story in text.split("\n\n") if story.strip()]
-        seen = sum((Counter(counted) for _, counted in results), Counter[str]())
+    processes = min(os.cpu_count() or 1, SCHEDULES)
+    share = -(-SCHEDULES // processes)
+    with ThreadPoolExecutor(processes) as pool:
+        firsts = [FIRST_SEED + i * share for i in range(processes)]
+        results = list(pool.map(_played, firsts, [share] * processes))
+    stories = [story for text, _ in results for story in text.split("\n\n") if story.strip()]
     if stories:
         pytest.fail("\n\n".join([f"{len(stories)} schedules failed", *stories[:_SHOWN]]), pytrace=False)
-    chosen = "BRANCHLAKE_TEST_SIM_SCHEDULES" in os.environ or "BRANCHLAKE_TEST_SIM_SEED" in os.environ
-    assert (chosen and SCHEDULES < 2000) or [name for name in _WANTED if not seen[name]] == []
+    seen: Counter[str] = sum((Counter(counted) for _, counted in results), Counter())
+    assert SCHEDULES < 2000 or [name for name in _WANTED if not seen[name]] == []
 
 
 def test_a_seed_is_one_schedule() -> None:
