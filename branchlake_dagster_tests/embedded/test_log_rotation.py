@@ -173,12 +173,22 @@ def test_spark_goes_on_in_its_rotated_log(
     if (state / "run" / "spark.borrowed").exists():
         # Workers of pytest-xdist use the server of the session, whose folder is around theirs.
         log = state.parent / "logs" / log.name
+
+    def write_line() -> str:
+        marker = uuid.uuid4().hex
+        with pytest.raises(PySparkException):
+            spark_session.sql(f"SELECT raise_error('{marker}')").collect()
+        return marker
+
+    def is_rotated() -> bool:
+        # Other workers use the server too. One of them may just have rotated the log, or do it now.
+        write_line()
+        return rotate_by_copy(log)
+
     with monkeypatch.context() as patched:
         patched.setattr(rotation, "LIMIT_BYTES", 1)
-        assert rotate_by_copy(log)
-    marker = uuid.uuid4().hex
-    with pytest.raises(PySparkException):
-        spark_session.sql(f"SELECT raise_error('{marker}')").collect()
+        assert holds_within(30, is_rotated, every_s=0.1)
+    marker = write_line()
     assert holds_within(30, lambda: marker.encode() in log.read_bytes(), every_s=0.1)
     assert b"\x00" not in log.read_bytes()
     assert EmbeddedServers(lakehouse.settings).status()[SPARK] is not None
