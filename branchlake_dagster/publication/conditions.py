@@ -312,13 +312,14 @@ def _drop_same_run(
     """Return the publications without those whose branch also wrote all partitions that depend on them.
 
     The dependent partitions are those of the asset that has the whole condition. All publications are
-    returned if that asset does not directly depend on the published asset.
+    returned if that asset does not directly depend on the published asset. Undos are always returned: they
+    do not recompute anything.
     """
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
         return publications
     target_partitions = load_asset_partitions(
-        context.asset_graph_view.instance, [one.branch for one in publications], target
+        context.asset_graph_view.instance, [one.branch for one in publications if one.branch], target
     )
 
     def depends_on_more(publication: ReportedPublication) -> bool:

@@ -274,6 +274,20 @@ def changed_tables(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
     return tuple(sorted(entry.key.name for entry in changes if not is_namespace_change(entry)))
 
 
+def list_undone_publications(entry: LogEntry) -> list[str]:
+    """Return the ids of the publications that a commit of `main` undid; [] for other commits."""
+    return _list_ids(entry, LakeProperty.UNDONE_PUBLICATIONS)
+
+
+def list_undone_runs(entry: LogEntry) -> list[str]:
+    """Return the ids of the runs whose publications a commit of `main` undid, newest first, each once."""
+    return list(dict.fromkeys(_list_ids(entry, LakeProperty.UNDONE_RUNS)))
+
+
+def _list_ids(entry: LogEntry, name: str) -> list[str]:
+    return [item for item in entry.commit.properties.get(name, "").split(",") if item]
+
+
 def is_namespace_change(entry: DiffEntry) -> bool:
     """Return whether an entry creates, changes or removes only a namespace."""
     sides = (entry.from_content, entry.to_content)

@@ -45,7 +45,13 @@ from branchlake_dagster.internals.dagster import CoercibleToAssetKey, Executable
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
-from branchlake_dagster.publication.ledger import Publication, parse_publications
+from branchlake_dagster.nessie.model import LogEntry
+from branchlake_dagster.publication.ledger import (
+    Publication,
+    is_namespace_change,
+    list_undone_runs,
+    parse_publications,
+)
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_id_of_branch
@@ -161,11 +167,15 @@ Dagster ends an evaluation after 60 s.
 class PublishedAssets:
     """A publication that changed watched assets, as the `request` of a `published_sensor` gets it.
 
+    The undo of publications changes the assets too. Its `publication` has the commit of the undo as `hash`,
+    and the undone run as `run_id`.
+
     Attributes:
         publication (Publication): Its `hash`, `run_id`, `publication_id` and `tables` (dotted names).
         partitions (Mapping[AssetKey, Set[str | None]]): The published partitions of each asset; None stands
             for an asset without partitions. A set is empty if this Dagster instance does not have the
             published run.
+        is_undo (bool): Whether the commit undid publications of these partitions.
 
     Examples:
         .. code-block:: python
@@ -177,6 +187,7 @@ class PublishedAssets:
 
     publication: Publication
     partitions: Mapping[AssetKey, Set[str | None]]
+    is_undo: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,8 +206,8 @@ class MainLogReader:
     def read_since(self, cursor: str | None) -> NewPublications[PublishedAssets]:
         """Read the commits on `main` after the commit `cursor`, and the partitions of their publications.
 
-        Publications that changed none of the watched tables are left out. With None as cursor, the result has
-        no publications and the current head of `main` as its cursor.
+        Undos of publications are included. Commits that changed none of the watched tables are left out. With
+        None as cursor, the result has no publications and the current head of `main` as its cursor.
         """
         head = self.client.reference(MAIN)
         if cursor is None:
@@ -213,22 +224,54 @@ class MainLogReader:
                 f"in between are unknown. The sensor starts again at {head.hash[:12]}."
             )
             return NewPublications((), head.hash, note=note)
-        recorded_publications = [
-            publication for entry in reversed(entries) for publication in parse_publications(entry)
-        ]
-        publications = [
-            self._load_assets(publication, keys)
-            for publication in recorded_publications
-            if (keys := [self.keys_by_table[t] for t in publication.tables if t in self.keys_by_table])
-        ]
+        recorded_publications: list[Publication] = []
+        publications: list[PublishedAssets] = []
+        for entry in reversed(entries):
+            for publication in parse_publications(entry):
+                recorded_publications.append(publication)
+                if keys := self._watched_keys(publication):
+                    publications.append(self._load_assets(publication, keys))
+            if run_ids := list_undone_runs(entry):
+                undo = self._load_undo(entry, run_ids)
+                if keys := self._watched_keys(undo):
+                    publications.append(self._load_undone_assets(undo, run_ids, keys))
         note = _describe_damage(recorded_publications)
         return NewPublications(
             publications, entries[0].commit.hash if entries else cursor, len(entries), note
         )
 
+    def _watched_keys(self, publication: Publication) -> list[AssetKey]:
+        return [self.keys_by_table[table] for table in publication.tables if table in self.keys_by_table]
+
     def _load_assets(self, publication: Publication, keys: Sequence[AssetKey]) -> PublishedAssets:
         partitions = load_branch_partitions(self.instance, publication.branch)
         return PublishedAssets(publication, {key: partitions.get(key, frozenset()) for key in keys})
+
+    def _load_undo(self, entry: LogEntry, run_ids: Sequence[str]) -> Publication:
+        """Return the commit of an undo as a publication. Its name of a branch is unique, but no branch."""
+        commit = entry.commit
+        changes = self.client.diff(f"@{commit.parent_hashes[0]}", f"@{commit.hash}")
+        tables = tuple(sorted(change.key.name for change in changes if not is_namespace_change(change)))
+        return Publication(
+            branch=f"undo-{commit.hash}",
+            run_id=run_ids[0],
+            root_run_id=run_ids[0],
+            verdict="",
+            base_hash=commit.parent_hashes[0],
+            tables=tables,
+            hash=commit.hash,
+            time=commit.commit_time,
+        )
+
+    def _load_undone_assets(
+        self, undo: Publication, run_ids: Sequence[str], keys: Sequence[AssetKey]
+    ) -> PublishedAssets:
+        partitions: dict[AssetKey, Set[str | None]] = dict.fromkeys(keys, frozenset())
+        for run in self.instance.get_runs(filters=RunsFilter(run_ids=list(run_ids))):
+            run_partitions = load_run_partitions(self.instance, run)
+            for key in keys:
+                partitions[key] = partitions[key] | run_partitions.get(key, frozenset())
+        return PublishedAssets(undo, partitions, is_undo=True)
 
 
 def _describe_damage(publications: Sequence[Publication]) -> str:
@@ -262,7 +305,8 @@ PublicationKey = tuple[str, str | None]
 class PublicationReport:
     """One observation in Dagster's event log that reports a publication of an asset or partition.
 
-    `storage_id` is the id of the event, `branch` the published branch, and `commit` its commit on `main`.
+    `storage_id` is the id of the event, `branch` the published branch, and `commit` its commit on `main`. For
+    the undo of a publication, `branch` is empty and `commit` is the commit of the undo.
     """
 
     storage_id: int
@@ -281,8 +325,8 @@ def iter_publication_reports(
 ) -> Iterator[PublicationReport]:
     """Yield the publications reported for `key` with `after_id` < storage id <= `last_id`, in that order.
 
-    Reports of blocked, refused and discarded runs do not have a publication and are left out, as are
-    observations by other writers.
+    Undos of publications are included. Reports of blocked, refused and discarded runs do not have a
+    publication and are left out, as are observations by other writers.
     """
     records_filter = AssetRecordsFilter(
         asset_key=key, after_storage_id=max(after_id, 0), before_storage_id=last_id + 1
@@ -294,11 +338,14 @@ def iter_publication_reports(
             observation = record.asset_observation
             if observation is None:
                 continue
+            undo = observation.metadata.get(EventMetadata.UNDONE_BY)
             commit, branch = (
                 observation.metadata.get(EventMetadata.PUBLICATION),
                 observation.metadata.get(EventMetadata.BRANCH),
             )
-            if commit is not None and branch is not None:
+            if undo is not None:
+                yield PublicationReport(record.storage_id, "", str(undo.value), observation.partition)
+            elif commit is not None and branch is not None:
                 yield PublicationReport(
                     record.storage_id, str(branch.value), str(commit.value), observation.partition
                 )
@@ -335,7 +382,10 @@ class ReportCursor:
 
 @dataclass(frozen=True)
 class ReportedPublication:
-    """The partitions of one asset that the branch of a run brought to `main`."""
+    """The partitions of one asset that the branch of a run brought to `main`.
+
+    `branch` is empty for partitions that undos changed.
+    """
 
     branch: str
     partitions: Set[str | None]

@@ -6,7 +6,7 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.publication.ledger import Publication, parse_publications
+from branchlake_dagster.publication.ledger import Publication, list_undone_runs, parse_publications
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import format_names
 
@@ -115,8 +115,7 @@ def _require_intact(publication: Publication) -> Publication:
 
 
 def _not_reversible_error(entry: LogEntry) -> UndoNotReversible:
-    names = entry.commit.properties.get(LakeProperty.UNDONE_RUNS, "").split(",")
-    run_ids = tuple(dict.fromkeys(filter(None, names)))
+    run_ids = tuple(list_undone_runs(entry))
     return UndoNotReversible(
         f"The commit {entry.commit.hash} is the undo of {format_names('run', run_ids)}."
         " An undo cannot be undone.",

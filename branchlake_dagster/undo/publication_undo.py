@@ -27,7 +27,12 @@ from branchlake_dagster.nessie.model import (
     Operation,
     Put,
 )
-from branchlake_dagster.publication.ledger import Publication, is_namespace_change, parse_publications
+from branchlake_dagster.publication.ledger import (
+    Publication,
+    is_namespace_change,
+    list_undone_publications,
+    parse_publications,
+)
 from branchlake_dagster.publication.replay import IcebergTableFormat, StagedState
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.stored_names import LakeProperty
@@ -254,7 +259,7 @@ class PublicationUndo:
         The row counts of its tables are None.
         """
         for entry in undos:
-            undone_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
+            undone_ids = list_undone_publications(entry)
             if publication.publication_id not in undone_ids:
                 continue
             later_members = self._later_publications(publication)
@@ -280,9 +285,7 @@ class PublicationUndo:
         until no dependency is left or no publication can be added. The remaining dependencies are in the
         plan.
         """
-        undone_ids = {
-            name for entry in undos for name in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
-        }
+        undone_ids = {name for entry in undos for name in list_undone_publications(entry)}
         publications: tuple[Publication, ...] = (publication,)
         while True:
             plan = self._plan(publications, keep_positions)

@@ -11,10 +11,15 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.conditions import on_publication
 from branchlake_dagster.publication.new_publications import published_sensor
 from branchlake_dagster.runs.run_tags import RunState
-from branchlake_dagster.stored_names import AssetMetadata
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.undo.find_publication import find_publication
+from branchlake_dagster.undo.publication_undo import PublicationUndo
+from branchlake_dagster.undo.report import report_undo
+from branchlake_dagster.undo.result import Undo
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.incremental.sources import Source
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -53,6 +58,10 @@ def graph(
         return dg.AssetCheckResult(passed=answers.pop(0) if answers else True)
 
     return up, down, good
+
+
+def undo(lake: Lakehouse, run_id: str) -> Undo:
+    return PublicationUndo.of_lake(lake).undo(find_publication(lake.nessie, run_id))
 
 
 class Evaluator:
@@ -160,6 +169,44 @@ def test_a_backfill_in_many_runs_requests_each_day_once(lakehouse: Lakehouse, na
         assert requested() == set()
 
 
+def test_an_undo_requests_the_downstream(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace, daily=True)
+    day, other_day = "2026-08-01", "2026-08-02"
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        requested()
+        runs = [p.run(up.key, partition=day) for day in (day, other_day)]
+        # This run writes the downstream too. Its undo takes both back, but others may have read the upstream.
+        runs.append(p.run(partition="2026-08-03"))
+        for run in runs:
+            p.settle(run)
+        assert requested() == {day, other_day}
+        assert requested() == set()
+        for run in (runs[0], runs[2]):
+            report_undo(p.instance, lakehouse, undo(lakehouse, run))
+        assert requested() == {day, "2026-08-03"}
+        assert requested() == set()
+
+
+def test_the_undo_of_an_earlier_append_requests_the_downstream(lakehouse: Lakehouse, namespace: str) -> None:
+    """Another run has appended to the table since, so it is that run whose result the page shows."""
+    orders = Source(namespace)
+
+    @dg.asset(key=[namespace, "down"], deps=[orders.asset], automation_condition=on_publication())
+    def down() -> None: ...
+
+    with project(lakehouse, orders.asset, down) as p:
+        requested = Evaluator(p, down)
+        orders.publish(p, ("a", 1))
+        first = str(p.last.run_id)
+        orders.publish(p, ("b", 2))
+        requested()
+        assert report_undo(p.instance, lakehouse, undo(lakehouse, first)) == 1
+        assert requested() == {None}
+        newest = p.observations(orders.key.path)[0].metadata
+        assert (newest[EventMetadata.ON_MAIN].value, newest[EventMetadata.TABLE_ROWS].value) == (True, 1)
+
+
 def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, namespace: str) -> None:
     up, down, good = graph(namespace, daily=True)
     job = dg.define_asset_job("down_job", selection=[down.key])
@@ -187,3 +234,8 @@ def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, nam
         found = {request.partition_key: request.tags["branchlake/after_run"] for request in requests}
         assert found == dict(zip(days, runs, strict=True))
         assert tick(after) == ([], after)
+        undone = undo(lakehouse, runs[1])
+        (request,), end = tick(after)
+        assert (request.partition_key, request.tags["branchlake/after_publication"]) == (days[1], undone.commit)
+        assert request.run_key not in {request.run_key for request in requests}
+        assert tick(end) == ([], end)
