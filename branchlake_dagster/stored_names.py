@@ -108,6 +108,8 @@ class AssetMetadata:
     verdict. `table`: it reads all rows of the table, so it is repeated after a rebase."""
     LAUNCH_POLICY = "branchlake/launch_policy"
     """On a sensor: its `LaunchPolicy`, for pages that explain why no run was launched."""
+    WATCHED_ASSETS = "branchlake/watched_assets"
+    """On a `published_sensor`: the keys of its assets, if it was given keys. Since 0.2.0."""
 
 
 class EventMetadata:
@@ -147,6 +149,10 @@ class EventMetadata:
     """The hash of the publication's commit on `main`. Automation follows observations that have this key."""
     UNDONE_BY = "branchlake/undone_by"
     """The hash of the commit on `main` that undid the publication. Since 0.2.0."""
+    STALE_SINCE = "branchlake/stale_since"
+    """The hash of a commit on `main` that undid rows from which the partition was computed. Since 0.2.0."""
+    STALE_INPUTS = "branchlake/stale_inputs"
+    """The tables with these rows, separated by commas. Since 0.2.0."""
     COMMIT_PAGE = "branchlake/commit"
     """The URL of the commit in Nessie's web page, if a browser can open that page."""
     ON_MAIN = "branchlake/on_main"

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*_RUNS, "io_manager", "publication"},
     "expiry": {*_RUNS, "incremental", "publication"},
     "compaction": {*_RUNS, "publication"},
-    "undo": {*_RUNS, "incremental", "publication"},
+    "undo": {*_RUNS, "automation", "incremental", "publication"},
     "lake_definitions": {*_RUNS, "cleanup", "expiry", "incremental", "io_manager", "publication", "undo"},
     "garbage_collection": _RUNS,
     "components": {*_RUNS, "lake_definitions"},

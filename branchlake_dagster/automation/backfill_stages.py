@@ -36,13 +36,14 @@ def launch_backfill(
     base_hash: str,
     approval: bool = False,
     requested_at: float,
+    tags: Mapping[str, str] | None = None,
 ) -> str:
     """Request a Dagster backfill of `root` and return its id.
 
     `partitions` is None for an asset without partitions. The runs compute their partitions again from all
     rows, whatever was consumed for them before. `reason` is text for people. `base_hash` is the present hash
     of `main`. With `approval`, each stage waits until the results of the stage before it are approved.
-    `requested_at` is a POSIX time in seconds.
+    `requested_at` is a POSIX time in seconds. `tags` are additional tags of the backfill and its runs.
     """
     return add_asset_backfill(
         graph,
@@ -50,6 +51,7 @@ def launch_backfill(
         root,
         partitions,
         tags={RunTag.REBUILD: "true", RunTag.BACKFILL: reason[:200], RunTag.BACKFILL_BASE: base_hash}
+        | dict(tags or {})
         | ({RunTag.APPROVAL: APPROVAL_REQUIRED} if approval else {}),
         title=f"Backfill of {root.to_user_string()}",
         description=reason,

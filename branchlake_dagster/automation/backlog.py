@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
+from typing import ClassVar
 
 from dagster import (
     AssetKey,
@@ -381,6 +382,7 @@ def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
 class UnconsumedChange(AutomationCondition[AssetKey]):
     """The condition of `unconsumed_change()`. It needs no cursor, because all positions are in the lake."""
 
+    follows_publications: ClassVar[bool] = True
     lake: LakehouseResource = field(compare=False, repr=False)
 
     @property

@@ -9,7 +9,7 @@ checks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -87,16 +87,19 @@ class TablePositions:
     positions: Positions
 
 
-def iter_recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | UnreadableTable]:
-    """Yield the recorded positions of every table on `main`, or the reason why a table cannot be read.
+def iter_recorded_positions(
+    lake: Lakehouse, tables: Collection[str] | None = None
+) -> Iterator[TablePositions | UnreadableTable]:
+    """Yield the recorded positions of tables on `main`, or the reason why a table cannot be read.
 
-    Reads the metadata of each table. Raises NessieError if Nessie does not answer.
+    `tables` has dotted names of tables; None means every table. Reads the metadata of each table. Raises
+    NessieError if Nessie does not answer.
     """
     catalog = lake.catalog(MAIN)
     for entry in lake.nessie.entries(MAIN, fetch_content=True):
-        if not isinstance(entry.content, IcebergTable):
-            continue
         table_name = entry.key.name
+        if not isinstance(entry.content, IcebergTable) or (tables is not None and table_name not in tables):
+            continue
         try:
             metadata = catalog.table_of(entry.key.elements, entry.content).metadata
             positions = read_positions(metadata.properties, table=table_name)

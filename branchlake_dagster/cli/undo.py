@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from contextlib import nullcontext
 
 import click
 
@@ -27,6 +29,11 @@ _WIDE = 160
     is_flag=True,
     help="Do not read again what it had read: records of topics, changes of other tables.",
 )
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Also request backfills of assets that read the undone rows and do not recompute themselves.",
+)
 @click.option("--dry-run", is_flag=True, help="Only show what would be undone.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def undo(
@@ -34,6 +41,7 @@ def undo(
     module: str | None,
     with_followers: bool,
     keep_positions: bool,
+    recompute: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -47,16 +55,28 @@ def undo(
     metadata only. Assets that consumed the publication get the undo as a change.
 
     If later publications changed the same rows, nothing is undone, and the message names them.
+
+    Other tables that were computed from the undone rows are listed, with what computes them again.
     """
     from rich.console import Console
     from rich.table import Table
 
-    from branchlake_dagster.cli.dagster_home import open_instance
+    from branchlake_dagster.cli.dagster_home import dagster_home_path, open_instance
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.undo.find_publication import find_publication
     from branchlake_dagster.undo.publication_undo import PublicationUndo
+    from branchlake_dagster.undo.recomputation import report_stale_readers, request_recomputation
     from branchlake_dagster.undo.report import report_undo
-    from branchlake_dagster.undo.summary import HEADERS, format_undo, list_columns, undo_to_json
+    from branchlake_dagster.undo.stale_readers import StaleReaders, find_stale_readers
+    from branchlake_dagster.undo.summary import (
+        HEADERS,
+        READER_HEADERS,
+        format_readers,
+        format_undo,
+        list_columns,
+        list_reader_columns,
+        undo_to_json,
+    )
 
     loaded_settings = load_command_settings(module)
     settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
@@ -64,27 +84,47 @@ def undo(
     lake.endpoints(spark=False)
     undoer = PublicationUndo.of_lake(lake)
     found = find_publication(lake.nessie, publication)
+    repositories = [location.repository for location in loaded_settings.locations]
     report_error: Exception | None = None
+    stale, backfills = StaleReaders(), dict[str, str]()
     if dry_run:
         result = undoer.plan(found, with_followers=with_followers, keep_positions=keep_positions)
+        # A missing Dagster home is not created, because a dry run changes nothing.
+        has_home = dagster_home_path(settings).is_dir()
+        with open_instance(settings) if has_home else nullcontext() as instance:
+            if not result.dependencies:
+                stale = find_stale_readers(lake, result, repositories, instance)
     else:
         with open_instance(settings) as instance:  # before the commit, so that an undo can be reported
             result = undoer.undo(found, with_followers=with_followers, keep_positions=keep_positions)
             try:
                 report_undo(instance, lake, result)
+                stale = find_stale_readers(lake, result, repositories, instance)
+                report_stale_readers(instance, result, stale)
+                if recompute:
+                    backfills = request_recomputation(
+                        instance, result, stale, repositories, requested_at=time.time()
+                    )
             except Exception as error:  # noqa: BLE001 - the undo is done, whatever the report failed by
                 report_error = error
     if as_json:
-        click.echo(json.dumps(undo_to_json(result), indent=2))
+        click.echo(json.dumps(undo_to_json(result, stale, backfills), indent=2))
         _require_report(report_error, publication)
         return
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     if result.tables:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
         table = Table(*HEADERS)
         for undone_table in result.tables:
             table.add_row(*list_columns(undone_table))
         console.print(table)
     click.echo(format_undo(result, dry_run=dry_run))
+    if stale.readers:
+        table = Table(*READER_HEADERS)
+        for reader in stale.readers:
+            table.add_row(*list_reader_columns(reader, backfills.get(reader.table)))
+        console.print(table)
+    if not result.dependencies and (message := format_readers(stale)):
+        click.echo(message)
     _require_report(report_error, publication)
 
 

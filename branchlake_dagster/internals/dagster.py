@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from dagster import (
     AssetKey,
     AssetObservation,
+    DagsterError,
     DagsterEvent,
     DagsterEventType,
     DagsterInstance,
@@ -33,9 +34,11 @@ from dagster import (
     EventLogEntry,
     ExecutorDefinition,
     InputContext,
+    OpExecutionContext,
     RepositoryDefinition,
 )
 from dagster._config.pythonic_config.resource import ConfigurableResourceFactory
+from dagster._core.asset_graph_view.asset_graph_view import AssetGraphView
 from dagster._core.asset_graph_view.entity_subset import EntitySubset
 from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
 from dagster._core.definitions.asset_key import CoercibleToAssetKey
@@ -47,6 +50,7 @@ from dagster._core.definitions.events import AssetKeyPartitionKey
 from dagster._core.definitions.reconstruct import ReconstructableJob, repository_def_from_target_def
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.definitions.target import ExecutableDefinition
+from dagster._core.definitions.temporal_context import TemporalContext
 from dagster._core.errors import DagsterImportError
 from dagster._core.events import (
     AssetMaterializationPlannedData,
@@ -103,6 +107,7 @@ __all__ = [
     "ExecutableDefinition",
     "NamedLocation",
     "PartitionBackfill",
+    "PartitionMapper",
     "SensorTicks",
     "StepMaterializationData",
     "TimingMetadata",
@@ -112,6 +117,7 @@ __all__ = [
     "build_engine_event",
     "fail_backfill",
     "find_context_of_run",
+    "find_repository",
     "get_running_context",
     "import_repository",
     "io_manager_key_of",
@@ -185,6 +191,47 @@ def asset_graph_of(job: Any) -> AssetGraph:
         return job.repository.get_definition().asset_graph
     graph: AssetGraph = job.get_definition().asset_layer.asset_graph
     return graph
+
+
+def find_repository(context: OpExecutionContext) -> RepositoryDefinition | None:
+    """Return the code location of a run; None if its job is executed without one, as in tests."""
+    return context.get_step_execution_context()._execution_data.repository_def
+
+
+class PartitionMapper:
+    """Maps partitions of assets to the partitions of other assets that depend on them."""
+
+    def __init__(self, graph: AssetGraph, instance: DagsterInstance) -> None:
+        self._graph = graph
+        self._view = AssetGraphView(
+            temporal_context=TemporalContext(
+                effective_dt=datetime.now(UTC),
+                last_event_id=instance.event_log_storage.get_maximum_record_id(),
+            ),
+            instance=instance,
+            asset_graph=graph,
+        )
+
+    def map_downstream(
+        self, key: AssetKey, partitions: Collection[str | None], child: AssetKey
+    ) -> Set[str | None] | None:
+        """Return the partitions of asset `child` that depend on `partitions` of its upstream asset `key`.
+
+        None stands for an asset without partitions, in the argument and in the result. The result is None if
+        `child` does not directly depend on `key`, or if its partition mapping cannot be evaluated in this
+        direction.
+        """
+        graph = self._graph
+        if not graph.has(child) or key not in graph.get(child).parent_keys or not graph.has(key):
+            return None
+        subset = self._view.get_asset_subset_from_asset_partitions(
+            key, {AssetKeyPartitionKey(key, name) for name in partitions}, validate_existence=True
+        )
+        try:
+            mapped = subset.compute_mapped_subset(child, direction="down")
+        except (DagsterError, NotImplementedError):
+            return None
+        return {entry.partition_key for entry in mapped.expensively_compute_asset_partitions()}
 
 
 def load_closed_backfills(
@@ -401,6 +448,7 @@ def _build_backfill_state(backfill: PartitionBackfill, key: AssetKey, graph: Ass
         backfill.description or "",
         backfill.tags,
         backfill.backfill_timestamp,
+        str(backfill.backfill_id),
     )
 
 
@@ -421,6 +469,7 @@ class BackfillState:
     why: str
     tags: Mapping[str, str] = field(default_factory=dict)
     requested_at: float = 0.0
+    backfill_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from dagster import (
     AssetKey,
@@ -211,6 +211,14 @@ def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
     return sorted(missed_keys, key=lambda key: key.to_user_string())
 
 
+def follows_publications(condition: AutomationCondition[Any] | None) -> bool:
+    """Return whether a condition may request its asset because an upstream changed on `main`."""
+    if condition is None:
+        return False
+    follows = getattr(condition, "follows_publications", False)
+    return follows or any(map(follows_publications, condition.children))
+
+
 def _is_from_this_package(condition: AutomationCondition[Any]) -> bool:
     of_this_package = type(condition).__module__.startswith("branchlake_dagster.")
     return of_this_package or any(map(_is_from_this_package, condition.children))
@@ -223,6 +231,7 @@ class PublishedCondition(AutomationCondition[AssetKey]):
     This is the condition of `newly_published()`. Its cursor is the text of a `ReportCursor`.
     """
 
+    follows_publications: ClassVar[bool] = True
     ignore_same_run: bool = False
 
     @property

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from dagster import (
     AssetKey,
@@ -29,6 +29,7 @@ from dagster import (
     DagsterInstance,
     DagsterRun,
     DefaultSensorStatus,
+    MetadataValue,
     RepositoryDefinition,
     RunRequest,
     RunsFilter,
@@ -56,7 +57,7 @@ from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import find_run_location
-from branchlake_dagster.stored_names import EventMetadata, RunTag
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
 from branchlake_dagster.wording import format_count, format_names
 
@@ -519,6 +520,7 @@ def published_sensor(
         default_status=default_status,
         description=description or "Launches a run for each publication of the watched assets.",
         required_resource_keys={lakehouse_key},
+        metadata=_watched_metadata(assets),
     )
     def follow(context: SensorEvaluationContext, **_: object) -> SensorResult:
         # `_`: when a test calls the sensor like a function, Dagster also passes the resources by name.
@@ -555,6 +557,15 @@ def published_sensor(
         )
 
     return follow
+
+
+def _watched_metadata(
+    assets: Sequence[CoercibleToAssetKey] | AssetSelection,
+) -> dict[str, MetadataValue[Any]] | None:
+    if isinstance(assets, AssetSelection):
+        return None
+    names = [AssetKey.from_coercible(asset).to_user_string() for asset in assets]
+    return {AssetMetadata.WATCHED_ASSETS: MetadataValue.json(names)}
 
 
 def _resolve_keys(

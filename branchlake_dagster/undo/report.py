@@ -36,9 +36,10 @@ def report_undo(instance: DagsterInstance, lake: Lakehouse, undo: Undo) -> int:
 
     The newest observation of a partition shows whether `main` has it. Conditions on publications evaluate
     these observations. Partitions that a publication after the undo has materialized are left out. The tag
-    `branchlake` of a run becomes `undone`. A live ingestion keeps its tag, because its other batches are still
-    on `main`. Runs that this Dagster instance does not have are left out. Idempotent, apart from repeated
-    observations. Returns the number of runs on which the undo was reported; 0 if the undo has no commit.
+    `branchlake` of a run becomes `undone`. A live ingestion keeps its tag, because its other batches are
+    still on `main`. Runs that this Dagster instance does not have are left out. Idempotent, apart from
+    repeated observations. Returns the number of runs on which the undo was reported; 0 if the undo has no
+    commit.
     """
     if undo.commit is None:
         return 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from branchlake_dagster.errors import format_first_values
 from branchlake_dagster.undo.result import Undo, UndoneTable, format_dependency
+from branchlake_dagster.undo.stale_readers import Recomputation, StaleReader, StaleReaders
 from branchlake_dagster.wording import format_count, format_names
 
 
@@ -69,8 +72,68 @@ def format_publications(undo: Undo) -> str:
     )
 
 
-def undo_to_json(undo: Undo) -> dict[str, Any]:
-    """Return the JSON object that `branchlake undo --json` prints."""
+READER_HEADERS = ("computed from undone rows", "partitions", "read", "by", "gets correct rows")
+_RECOMPUTATIONS = {
+    Recomputation.BY_ITSELF: "by itself: a sensor or condition launches it",
+    Recomputation.REBUILD: "by a rebuild; until then its runs fail with RowsRemoved",
+    Recomputation.MATERIALIZE: "when it is materialized again",
+    Recomputation.UNDO_ITS_RUNS: "if its runs, which appended rows, are undone too",
+    Recomputation.IGNORED: "never: it ignores removed rows, as declared",
+    Recomputation.UNKNOWN: "unknown: no loaded code location has its asset",
+}
+
+
+def list_reader_columns(reader: StaleReader, backfill_id: str | None) -> tuple[str, str, str, str, str]:
+    """Return the cells of a stale reader's row, in the order of `READER_HEADERS`.
+
+    `backfill_id` is the backfill that was requested to compute it again; None if there is none.
+    """
+    recomputation = _RECOMPUTATIONS[reader.recomputation]
+    if reader.after:
+        recomputation += f", after {', '.join(reader.after)}"
+    if backfill_id is not None:
+        recomputation = f"by backfill {backfill_id}"
+    partitions = "unknown" if reader.partitions is None else format_first_values(reader.partitions)
+    return (
+        reader.table,
+        partitions,
+        ", ".join(reader.inputs),
+        format_names("run", reader.run_ids),
+        recomputation,
+    )
+
+
+def format_readers(stale: StaleReaders) -> str:
+    """Return sentences about tables whose state is not known, and about what to do; empty if all is known."""
+    sentences = []
+    if any(reader.can_be_requested for reader in stale.readers):
+        sentences.append("--recompute requests backfills of the tables that do not recompute themselves.")
+    if not stale.knows_code:
+        sentences.append(
+            "No code location was loaded, so assets that read whole tables are not listed. Name it with -m."
+        )
+    sentences += [
+        f"Table {table.table} may have been computed from the undone rows: {table.trouble}."
+        for table in stale.unreadable_tables
+    ]
+    return " ".join(sentences)
+
+
+def format_reader_table(stale: StaleReaders, backfills: Mapping[str, str]) -> str:
+    """Return the stale readers as Markdown. `backfills` has the ids of requested backfills by table."""
+    lines = ["| " + " | ".join(READER_HEADERS) + " |", "|---|---|---|---|---|"]
+    lines += [
+        "| " + " | ".join(list_reader_columns(reader, backfills.get(reader.table))) + " |"
+        for reader in stale.readers
+    ]
+    return "\n".join(lines) if stale.readers else "no table"
+
+
+def undo_to_json(undo: Undo, stale: StaleReaders, backfills: Mapping[str, str]) -> dict[str, Any]:
+    """Return the JSON object that `branchlake undo --json` prints.
+
+    `backfills` has the ids of requested backfills by table.
+    """
     return {
         "commit": undo.commit,
         "is_new": undo.is_new,
@@ -107,4 +170,21 @@ def undo_to_json(undo: Undo) -> dict[str, Any]:
             }
             for dependency in undo.dependencies
         ],
+        "stale_readers": [
+            {
+                "table": reader.table,
+                "asset": reader.asset.to_user_string() if reader.asset is not None else None,
+                "partitions": list(reader.partitions) if reader.partitions is not None else None,
+                "inputs": list(reader.inputs),
+                "run_ids": list(reader.run_ids),
+                "recomputation": str(reader.recomputation),
+                "after": list(reader.after),
+                "backfill": backfills.get(reader.table),
+            }
+            for reader in stale.readers
+        ],
+        "unreadable_tables": [
+            {"table": table.table, "reason": table.trouble} for table in stale.unreadable_tables
+        ],
+        "code_loaded": stale.knows_code,
     }

@@ -3,15 +3,25 @@
 This module does not postpone annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
+import time
+
 from dagster import Config, JobDefinition, MetadataValue, OpExecutionContext, job, op
 from pydantic import Field
 
+from branchlake_dagster.internals.dagster import find_repository
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.undo.find_publication import find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo
+from branchlake_dagster.undo.recomputation import report_stale_readers, request_recomputation
 from branchlake_dagster.undo.report import report_undo
 from branchlake_dagster.undo.result import Undo
-from branchlake_dagster.undo.summary import format_publications, format_undo, format_undo_table
+from branchlake_dagster.undo.stale_readers import StaleReaders, find_stale_readers
+from branchlake_dagster.undo.summary import (
+    format_publications,
+    format_reader_table,
+    format_undo,
+    format_undo_table,
+)
 
 
 class UndoConfig(Config):
@@ -21,6 +31,11 @@ class UndoConfig(Config):
     with_followers: bool = Field(False, description="Also undo later publications that build on it.")
     keep_positions: bool = Field(
         False, description="Do not read again what it had read: records of topics, changes of other tables."
+    )
+    recompute: bool = Field(
+        False,
+        description="Also request backfills of assets that read the undone rows and are not recomputed by"
+        " themselves.",
     )
     dry_run: bool = Field(False, description="Only say what would be undone.")
 
@@ -47,13 +62,25 @@ def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
             publication, with_followers=config.with_followers, keep_positions=config.keep_positions
         )
         context.log.info(format_undo(undo, dry_run=config.dry_run))
+        stale, backfills = StaleReaders(), dict[str, str]()
+        repository = find_repository(context)
+        repositories = [] if repository is None else [repository]
         if not config.dry_run:
             report_undo(context.instance, lake, undo)
+        if not undo.dependencies:
+            stale = find_stale_readers(lake, undo, repositories, context.instance)
+        if not config.dry_run:
+            report_stale_readers(context.instance, undo, stale)
+        if config.recompute and not config.dry_run:
+            backfills = request_recomputation(
+                context.instance, undo, stale, repositories, requested_at=time.time()
+            )
         context.add_output_metadata(
             {
                 "result": MetadataValue.text(format_undo(undo, dry_run=config.dry_run)),
                 "tables": MetadataValue.md(format_undo_table(undo)),
                 "publications": MetadataValue.md(format_publications(undo)),
+                "computed_from_undone_rows": MetadataValue.md(format_reader_table(stale, backfills)),
             }
         )
 

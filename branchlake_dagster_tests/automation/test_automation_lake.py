@@ -236,6 +236,9 @@ def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, nam
         assert tick(after) == ([], after)
         undone = undo(lakehouse, runs[1])
         (request,), end = tick(after)
-        assert (request.partition_key, request.tags["branchlake/after_publication"]) == (days[1], undone.commit)
+        assert (request.partition_key, request.tags["branchlake/after_publication"]) == (
+            days[1],
+            undone.commit,
+        )
         assert request.run_key not in {request.run_key for request in requests}
         assert tick(end) == ([], end)
