@@ -123,7 +123,7 @@ def undo(
         for reader in stale.readers:
             table.add_row(*list_reader_columns(reader, backfills.get(reader.table)))
         console.print(table)
-    if not result.dependencies and (message := format_readers(stale)):
+    if not result.dependencies and (message := format_readers(stale, backfills)):
         click.echo(message)
     _require_report(report_error, publication)
 

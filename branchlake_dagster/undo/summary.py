@@ -103,10 +103,13 @@ def list_reader_columns(reader: StaleReader, backfill_id: str | None) -> tuple[s
     )
 
 
-def format_readers(stale: StaleReaders) -> str:
-    """Return sentences about tables whose state is not known, and about what to do; empty if all is known."""
+def format_readers(stale: StaleReaders, backfills: Mapping[str, str]) -> str:
+    """Return sentences about tables whose state is not known, and about what to do; empty if all is known.
+
+    `backfills` has the ids of requested backfills by table.
+    """
     sentences = []
-    if any(reader.can_be_requested for reader in stale.readers):
+    if any(reader.can_be_requested and reader.table not in backfills for reader in stale.readers):
         sentences.append("--recompute requests backfills of the tables that do not recompute themselves.")
     if not stale.knows_code:
         sentences.append(
