@@ -99,7 +99,8 @@ def undo(
             result = undoer.undo(found, with_followers=with_followers, keep_positions=keep_positions)
             try:
                 report_undo(instance, lake, result)
-                stale = find_stale_readers(lake, result, repositories, instance)
+                if result.commit is not None:
+                    stale = find_stale_readers(lake, result, repositories, instance)
                 report_stale_readers(instance, result, stale)
                 if recompute:
                     backfills = request_recomputation(

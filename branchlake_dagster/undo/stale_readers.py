@@ -183,6 +183,7 @@ class _LocatedAssets:
         self._namespace = namespace
         self._instance = instance
         self._mappers: dict[int, PartitionMapper] = {}
+        self._recomputes: dict[str, bool] = {}
 
     def load_written(self, publication: Publication, table: str) -> Partitions:
         """Return the partitions that the run materialized, or {None} for an asset without partitions.
@@ -220,11 +221,13 @@ class _LocatedAssets:
         Incremental assets do: they follow the undo, or are rebuilt. Not so assets that append or ignore
         removed rows, and tables without a loaded asset.
         """
-        located = self.by_table.get(table)
-        if located is None:
-            return False
-        kept = (Recomputation.UNDO_ITS_RUNS, Recomputation.IGNORED)
-        return self.find_recomputation(located, frozenset()) not in kept
+        if table not in self._recomputes:
+            located = self.by_table.get(table)
+            kept = (Recomputation.UNDO_ITS_RUNS, Recomputation.IGNORED)
+            self._recomputes[table] = (
+                located is not None and self.find_recomputation(located, frozenset()) not in kept
+            )
+        return self._recomputes[table]
 
     def _write_mode(self, located: _LocatedAsset) -> str:
         node = located.graph.get(located.key)

@@ -67,7 +67,7 @@ def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
         repositories = [] if repository is None else [repository]
         if not config.dry_run:
             report_undo(context.instance, lake, undo)
-        if not undo.dependencies:
+        if undo.commit is not None or (config.dry_run and not undo.dependencies):
             stale = find_stale_readers(lake, undo, repositories, context.instance)
         if not config.dry_run:
             report_stale_readers(context.instance, undo, stale)
