@@ -73,6 +73,7 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
 @click.option("--small-files", default=200, show_default=True, help="Files of 1 MB to compact.")
 @click.option("--rounds", default=3, show_default=True, help="Compactions of each kind; the median counts.")
 @click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
+@click.option("--snapshots", default=70_000, show_default=True, help="Snapshots of a table to expire.")
 @click.option(
     "--live-minutes",
     default=5.0,
@@ -87,6 +88,7 @@ def maintenance(
     small_files: int,
     rounds: int,
     commits: int,
+    snapshots: int,
     live_minutes: float,
 ) -> None:
     """Time the collection of files, compaction and long histories.
@@ -103,6 +105,7 @@ def maintenance(
         small_files=small_files,
         rounds=rounds,
         commits=commits,
+        snapshots=snapshots,
         live_minutes=live_minutes,
         say=print_progress,
     )

@@ -25,6 +25,7 @@ from branchlake_dagster.bench.live_maintenance import measure_live_maintenance
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.bench.publication_workloads import (
     measure_ledger_ms,
+    measure_long_expiry,
     measure_publish_ms,
     measure_rebase_ms,
 )
@@ -52,6 +53,7 @@ def measure_maintenance(
     small_files: int,
     rounds: int,
     commits: int,
+    snapshots: int,
     live_minutes: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -72,10 +74,13 @@ def measure_maintenance(
             lake.catalog().create_namespace((_NAMESPACE,))
             figures = _measure_collection(lake, files, references, say)
             figures |= _measure_compaction(lake, small_files, rounds, say)
+            figures["peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
             say("Rebasing on tables of 50 and of 5,000 snapshots …")
             figures["rebase_50_ms"] = measure_rebase_ms(lake, 50)
             figures["rebase_5000_ms"] = measure_rebase_ms(lake, 5_000)
             figures["publish_p50_ms"] = measure_publish_ms(lake, 50, _PUBLICATIONS)
+            say(f"Expiring the snapshots of a table that has {snapshots:,} …")
+            figures |= measure_long_expiry(lake, snapshots)
             say(f"Looking up a publication behind {commits:,} commits …")
             first_ms, next_ms, _ = measure_ledger_ms(lake, commits, say=say)
             figures |= {"ledger_50k_ms": first_ms, "ledger_50k_next_process_ms": next_ms}
@@ -89,7 +94,7 @@ def measure_maintenance(
         "references": references,
         "small_files": small_files,
         "commits": commits,
-        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "snapshots": snapshots,
     }
 
 

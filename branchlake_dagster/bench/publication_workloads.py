@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -26,7 +28,7 @@ from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
 from branchlake_dagster.internals.dagster import StepMaterializationData
-from branchlake_dagster.internals.pyiceberg import write_metadata
+from branchlake_dagster.internals.pyiceberg import open_transaction, write_metadata
 from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Unchanged
@@ -343,6 +345,46 @@ def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
     return _time_rebases(lake, f"t{snapshots}")
 
 
+def measure_long_expiry(lake: Lakehouse, snapshots: int) -> dict[str, float]:
+    """Expire all but 100 snapshots of a table while a writer appends to it again and again.
+
+    Each snapshot has 1.6 kB of metadata. Returns the seconds of plan and commit, the size of the metadata
+    before, and the number of appends meanwhile. Raises RuntimeError if an append was lost.
+    """
+    name = f"long{snapshots}"
+    identifier = (_HISTORY_NAMESPACE, name)
+    _create_long_history(lake, name, snapshots, {"padding": "x" * 1_000})
+    finished = threading.Event()
+
+    def append_until_finished() -> int:
+        count = 0
+        while not finished.is_set() or not count:
+            with open_transaction(lake.catalog().load_table(identifier)) as transaction:
+                transaction.append(pa.table({"token": [str(uuid.uuid4())]}))
+            count += 1
+        return count
+
+    expirer = SnapshotExpirer.of_lake(lake)
+    policy = ExpiryPolicy(keep_age=timedelta(0), undo_age=timedelta(0))  # the snapshots are all new
+    with ThreadPoolExecutor(1) as pool:
+        appended = pool.submit(append_until_finished)
+        try:
+            began = time.perf_counter()
+            result = expirer.run(expirer.plan([f"{_HISTORY_NAMESPACE}.{name}"], policy))
+            elapsed_s = time.perf_counter() - began
+        finally:
+            finished.set()
+    (expired_table,) = result.tables
+    row_count = lake.catalog().load_table(identifier).scan().count()
+    if expired_table.kept_count > policy.keep_count or row_count != appended.result() + 1:
+        raise RuntimeError(f"An expiry of the benchmark removed too little or too much: {result}")
+    return {
+        "expire_70k_snapshots_s": round(elapsed_s, 2),
+        "expire_70k_metadata_mb": round(expired_table.bytes_before / 1e6),
+        "expire_70k_appends": appended.result(),
+    }
+
+
 def measure_publish_ms(lake: Lakehouse, snapshots: int, rounds: int) -> float:
     """Measure the publication of an append without a rebase, in median milliseconds of `rounds` publications.
 
@@ -377,21 +419,24 @@ def _time_publications(lake: Lakehouse, name: str, others: Sequence[str], rounds
     return round(statistics.median(durations), 1)
 
 
-def _append_row(table: Table, run_id: str) -> None:
-    snapshot_properties = {"branchlake.write_mode": "append", "branchlake.run_id": run_id}
+def _append_row(table: Table, run_id: str, summary: Mapping[str, str] = MappingProxyType({})) -> None:
+    snapshot_properties = {"branchlake.write_mode": "append", "branchlake.run_id": run_id, **summary}
     table.append(pa.table({"token": [str(uuid.uuid4())]}), snapshot_properties=snapshot_properties)
 
 
-def _create_long_history(lake: Lakehouse, name: str, snapshots: int) -> None:
+def _create_long_history(
+    lake: Lakehouse, name: str, snapshots: int, summary: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Create a table whose metadata repeats its only snapshot many times, in a chain of parents.
 
-    Real commits would take an hour, because each commit writes all snapshots again.
+    `summary` has additional entries of each snapshot's summary. Real commits would take an hour, because each
+    commit writes all snapshots again.
     """
     catalog = lake.catalog()
     if not catalog.namespace_exists((_HISTORY_NAMESPACE,)):
         catalog.create_namespace((_HISTORY_NAMESPACE,))
     table = catalog.create_table((_HISTORY_NAMESPACE, "made"), _HISTORY_SCHEMA)
-    _append_row(table, "history")
+    _append_row(table, "history", summary)
     location = table.metadata_location.replace(".metadata.json", f"-{snapshots}.metadata.json")
     write_metadata(catalog, _repeat_snapshot(table.metadata, snapshots), table.io, location)
     catalog.drop_table((_HISTORY_NAMESPACE, "made"))
