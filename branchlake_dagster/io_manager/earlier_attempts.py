@@ -13,6 +13,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.history.manifests import read_added_files, read_live_files
+from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import TableSpec
@@ -145,7 +146,7 @@ def _remove_added_files(
         **properties,
         LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier),
     }
-    with table.transaction() as transaction:
+    with open_transaction(table) as transaction:
         overwrite = transaction.update_snapshot(snapshot_properties=snapshot_properties).overwrite()
         for path in sorted(added):
             overwrite.delete_data_file(added[path])

@@ -37,7 +37,12 @@ from pyiceberg.transforms import (
 )
 from pyiceberg.types import NestedField, TimestampType, TimestamptzType
 
-from branchlake_dagster.internals.pyiceberg import commit_compaction, rows_all_match, write_data_files
+from branchlake_dagster.internals.pyiceberg import (
+    commit_compaction,
+    open_transaction,
+    rows_all_match,
+    write_data_files,
+)
 from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster.tables.selection import (
     Condition,
@@ -251,7 +256,7 @@ def set_path_properties(table: Table, selection: Selection | None) -> Table:
     required_properties = path_properties(selection)
     if all(table.properties.get(name) == value for name, value in required_properties.items()):
         return table
-    with table.transaction() as transaction:
+    with open_transaction(table) as transaction:
         transaction.set_properties(dict(required_properties))
     return table.refresh()
 
@@ -286,7 +291,7 @@ def split_straddling_files(table: Table, selection: Selection, properties: Mappi
         return table
     commit_id = uuid.uuid4()
     file_numbers = itertools.count()
-    transaction = table.transaction()
+    transaction = open_transaction(table)
     producer = transaction.update_snapshot(snapshot_properties=dict(properties)).overwrite(
         commit_uuid=commit_id
     )
