@@ -240,7 +240,10 @@ class _LocatedAssets:
         return spec.write_mode
 
     def find_recomputation(self, located: _LocatedAsset, inputs: Set[str]) -> Recomputation:
-        """Return how an asset that has read the undone or stale tables `inputs` gets correct rows."""
+        """Return how an asset that has read the undone or stale tables `inputs` gets correct rows.
+
+        An asset that consumes changes of one of them, and reads others whole, is launched by these changes.
+        """
         graph, key = located.graph, located.key
         node = graph.get(key)
         declaration = parse_declaration(node.metadata, asset=key.to_user_string())
@@ -251,9 +254,9 @@ class _LocatedAssets:
         is_launched = follows_publications(node.automation_condition) or _is_launched_by_sensor(
             located.repository, key, {self.by_table[name].key for name in inputs if name in self.by_table}
         )
-        if declaration is None or not inputs <= consumed_tables:
-            if self._write_mode(located) == "append":
-                return Recomputation.UNDO_ITS_RUNS
+        if declaration is None and self._write_mode(located) == "append":
+            return Recomputation.UNDO_ITS_RUNS
+        if declaration is None or (inputs and inputs.isdisjoint(consumed_tables)):
             return Recomputation.BY_ITSELF if is_launched else Recomputation.MATERIALIZE
         consumer = build_consumer(
             node.to_asset_spec(),

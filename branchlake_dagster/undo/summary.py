@@ -78,7 +78,7 @@ _RECOMPUTATIONS = {
     Recomputation.REBUILD: "by a rebuild; until then its runs fail with RowsRemoved",
     Recomputation.MATERIALIZE: "when it is materialized again",
     Recomputation.UNDO_ITS_RUNS: "if its runs, which appended rows, are undone too",
-    Recomputation.IGNORED: "never: it ignores removed rows, as declared",
+    Recomputation.IGNORED: "not from removed rows: it ignores them, as declared",
     Recomputation.UNKNOWN: "unknown: no loaded code location has its asset",
 }
 

@@ -1,6 +1,7 @@
 """Incremental assets on real Iceberg tables, without Spark: the three patterns, positions, and what may be lost."""
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -46,10 +47,13 @@ def orders(namespace: str) -> Source:
     return Source(namespace)
 
 
-def copy_of(source: Source, namespace: str, **how: Any) -> dg.AssetsDefinition:
+def copy_of(
+    source: Source, namespace: str, *, name: str = "copy", deps: Sequence[Any] = (), **how: Any
+) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[namespace, "copy"],
+        key=[namespace, name],
         ins={"orders": dg.AssetIn(source.key)},
+        deps=deps,
         metadata=table_metadata(write_mode="append", **FREE) | consumes({source.key: "rows"}, **how),
     )
     def copy(orders: pl.DataFrame) -> pl.DataFrame:

@@ -84,9 +84,15 @@ def test_each_reader_is_listed_with_what_computes_it_again(lakehouse: Lakehouse,
     following = whole_reader(source, namespace, "following", condition=on_publication())
     log = whole_reader(source, namespace, "log", write_mode="append")
     page = whole_reader(total, namespace, "page")
+    # It consumes the orders, and reads the number of orders whole.
+    mixed = copy_of(orders, namespace, name="mixed", deps=[total], when_removed="deliver")
+    other = Source(namespace, "other")
+    # Its consumed input is correct, the one that it reads whole is not.
+    joined = copy_of(other, namespace, name="joined", deps=[total])
     early = whole_reader(source, namespace, "early")
-    readers = [copy, spent, total, following, log, page]
-    with project(lakehouse, source, *readers, early) as p:
+    readers = [copy, spent, total, following, log, page, mixed, joined]
+    with project(lakehouse, source, other.asset, *readers, early) as p:
+        other.publish(p, ("a", 1))
         orders.publish(p, ("a", 1))
         published(p, early)
         orders.publish(p, ("b", 2))
@@ -104,6 +110,8 @@ def test_each_reader_is_listed_with_what_computes_it_again(lakehouse: Lakehouse,
             "following": Recomputation.BY_ITSELF,
             "log": Recomputation.UNDO_ITS_RUNS,
             "page": Recomputation.MATERIALIZE,
+            "mixed": Recomputation.MATERIALIZE,
+            "joined": Recomputation.MATERIALIZE,
         }
         assert found["page"].after == found["page"].inputs == (f"{namespace}.total",)
         assert found["total"].after == ()
@@ -111,16 +119,19 @@ def test_each_reader_is_listed_with_what_computes_it_again(lakehouse: Lakehouse,
         # Sensors that launch an asset count, whether they watch changes or publications.
         job = dg.define_asset_job("total_job", selection=[total.key])
         watching = published_sensor("watching", assets=[source.key], job=job)
-        changes = incremental_sensor(target=[spent.key], name="changes")
+        changes = incremental_sensor(target=[spent.key, mixed.key, joined.key], name="changes")
         launched = by_name(find(p, planned, watching, changes))
         assert launched["total"].recomputation is Recomputation.BY_ITSELF
         assert launched["spent"].recomputation is Recomputation.BY_ITSELF
+        assert launched["mixed"].recomputation is Recomputation.BY_ITSELF
+        assert launched["joined"].recomputation is Recomputation.MATERIALIZE
         # Tables without a loaded asset are known if they record what they have consumed.
         unknown = find_stale_readers(lakehouse, planned, [], p.instance)
         assert not unknown.knows_code
         assert {(name, reader.recomputation) for name, reader in by_name(unknown).items()} == {
             ("copy", Recomputation.UNKNOWN),
             ("spent", Recomputation.UNKNOWN),
+            ("mixed", Recomputation.UNKNOWN),
         }
 
 
