@@ -101,7 +101,6 @@ class LakeBackup:
             )
         new_folder = folder / partial_name(name)
         try:
-            new_folder.mkdir(mode=0o700)
             previous = earlier_backups[-1].folder if earlier_backups else None
             record = self._fill(new_folder, lake_folders, previous, taken_at, verify=verify)
             backup = Backup(new_folder.rename(folder / name), record)
@@ -126,12 +125,22 @@ class LakeBackup:
         """Copy the lake to a new folder, and save and return its record.
 
         With `verify`, the copy is verified first. `previous` is the last backup, whose unchanged files are
-        linked; None copies all. Returns when all files are on the disk.
+        linked; None copies all. If a table cannot be read, a copy in `previous` may be damaged, which has the
+        size and time of the file in the lake: then all files are copied. Returns when all files are on the
+        disk.
         """
+        new_folder.mkdir(mode=0o700)
         parts, suspended_s = self._copy_folders(lake_folders, new_folder, previous)
         record = BackupRecord(taken_at.isoformat(), str(self._settings.state_dir), tuple(parts), suspended_s)
         if verify:
-            verified = verify_backup(new_folder, record, self._settings, say=self._say)
+            try:
+                verified = verify_backup(new_folder, record, self._settings, say=self._say)
+            except BackupDamaged as error:
+                if previous is None or error.reason != "table_unreadable":
+                    raise
+                self._say(f"{error} The backup is made again without links to {previous.name}.")
+                remove_folder(new_folder)
+                return self._fill(new_folder, lake_folders, None, taken_at, verify=True)
             record = record.with_verification(
                 main_hash=verified.main_hash,
                 rows=verified.rows,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from branchlake_dagster.backup.backup_record import Backup, backup_name
-from branchlake_dagster.backup.errors import RestoreRefused
-from branchlake_dagster.backup.file_copy import copy_folder, remove_folder
+from branchlake_dagster.backup.backup_record import Backup, BackupPart, backup_name
+from branchlake_dagster.backup.errors import BackupDamaged, RestoreRefused
+from branchlake_dagster.backup.file_copy import CopyCount, copy_folder, remove_folder
 from branchlake_dagster.backup.lake_folders import SavedFolder, find_nested_folders, list_lake_folders
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.embedded.state_folder import make_state_folder, record_location
@@ -49,7 +49,8 @@ def restore_lake(
     If such a folder is a link, its target is restored. With `replace`, existing folders are renamed to names
     with `.before-restore-`. All files are copied before the first folder is renamed, and if a folder cannot
     be renamed, the other renames are reversed. `say` is called with progress messages. Raises
-    NotBackedUpHere, RestoreRefused and OSError.
+    NotBackedUpHere, RestoreRefused, BackupDamaged if files of the backup are missing or too short, and
+    OSError.
     """
     targets = _find_targets(backup, settings, dagster_home)
     for target in targets:
@@ -70,8 +71,9 @@ def restore_lake(
         _remove_stagings(paths)
         try:
             for part, path in zip(backup.record.parts, paths, strict=True):
-                copy_folder(backup.folder / part.name, _staging_path(path))
-                say(f"{part.name}: {part.files:,} files copied")
+                count = copy_folder(backup.folder / part.name, _staging_path(path))
+                _require_complete(backup, part, count)
+                say(f"{part.name}: {count.files:,} files copied")
             moved_paths = _replace_folders(paths, _SAVED_SUFFIX + backup_name(now()))
         except BaseException:
             with suppress(OSError):
@@ -79,6 +81,24 @@ def restore_lake(
             raise
         record_location(settings.state_dir)
     return RestoredLake(settings.state_dir, backup.record.main_hash, moved_paths)
+
+
+def _require_complete(backup: Backup, part: BackupPart, count: CopyCount) -> None:
+    """Raise BackupDamaged if fewer files or bytes were copied than were saved.
+
+    An interrupted copy of a backup to another disk lacks files, although its record is complete. More files
+    are allowed: whoever opens a saved SQLite database creates files beside it.
+    """
+    if count.files < part.files or count.bytes < part.bytes:
+        raise BackupDamaged(
+            f"The backup {backup.folder} has {count.files:,} files with {count.bytes:,} bytes in {part.name}."
+            f" When it was made, there were {part.files:,} files with {part.bytes:,} bytes. Nothing was"
+            " changed.",
+            hint="Copy the backup again if this is a copy, or restore another backup by the name of its"
+            " folder.",
+            reason="files_missing",
+            subject=part.name,
+        )
 
 
 def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> list[SavedFolder]:

@@ -207,6 +207,33 @@ def test_a_backup_whose_deletion_was_interrupted_is_not_restored(
     assert {path.name for path in folder.iterdir()} == {".lock", third.folder.name}
 
 
+def test_a_damaged_copy_of_the_previous_backup_is_not_linked_again(
+    lake: StoppedLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = (lake.root / "warehouse" / "data").read_text()
+    copy = lake.back_up(tmp_path / "backups", 0).folder / "warehouse" / "data"
+    status = copy.stat()
+    copy.write_text(content.upper())  # of the same length, as after a fault of the disk
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def verify(folder: Path, *_: object, **__: object) -> VerifiedTables:
+        if (folder / "warehouse" / "data").read_text() != content:
+            raise BackupDamaged("damaged", reason="table_unreadable", table="shop.t")
+        return VerifiedTables("c0ffee", 1, ("shop.t",), ())
+
+    monkeypatch.setattr(lake_backup, "verify_backup", verify)
+    second = lake.back_up(tmp_path / "backups", 1, verify=True)
+    assert (second.folder / "warehouse" / "data").read_text() == content
+    assert sum(part.linked_files for part in second.record.parts) == 0
+    third = lake.back_up(tmp_path / "backups", 2, verify=True)
+    assert sum(part.linked_files for part in third.record.parts) > 0
+    # A file of the lake itself that is damaged is no reason to try for ever.
+    (lake.root / "warehouse" / "data").write_text("lost")
+    with raising(BackupDamaged, reason="table_unreadable"):
+        lake.back_up(tmp_path / "backups", 3, verify=True)
+    assert len(list_backups(tmp_path / "backups")) == 3
+
+
 # -- restores ------------------------------------------------------------------------------------------
 
 
@@ -316,6 +343,21 @@ def test_a_full_disk_stops_a_restore_before_it_changes_the_lake(
     before = read_tree(tmp_path)
     monkeypatch.setattr(shutil, "copy2", fill_disk)
     with raising(OSError, errno=errno.ENOSPC):
+        lake.restore(tmp_path / "backups")
+    assert read_tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_backup_that_was_copied_in_part_is_not_restored(
+    lake: StoppedLake, tmp_path: Path, damage: str
+) -> None:
+    backup = lake.back_up(tmp_path / "backups", 0)
+    (backup.folder / "dagster" / "of-a-reader.db-shm").write_text("")  # more files do no harm
+    lake.restore(tmp_path / "backups")
+    copy = backup.folder / "warehouse" / "data"
+    copy.unlink() if damage == "missing" else copy.write_bytes(copy.read_bytes()[:-1])
+    before = read_tree(tmp_path)
+    with raising(BackupDamaged, str(backup.folder), reason="files_missing", subject="warehouse"):
         lake.restore(tmp_path / "backups")
     assert read_tree(tmp_path) == before
 
