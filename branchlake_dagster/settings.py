@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlparse
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
@@ -37,6 +37,11 @@ _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
 _DURABLE_FILE_IO = "branchlake_dagster.catalog.stored_files.DurableFileIO"
 """The Python path of the FileIO class for local files. PyIceberg imports the class, also on Spark workers."""
+
+_UNITS_S = {"s": 1, "min": 60, "h": 3600, "hours": 3600, "days": 86400}
+"""The last part of a duration's name -> its unit in seconds."""
+_MAX_DURATION_DAYS = 36_525
+"""The longest duration, a century. With a longer one, a time in the past or future may not exist."""
 
 _SECRETS_FOR_SPARK = {
     "nessie_token": "Nessie's token (BRANCHLAKE_NESSIE_TOKEN)",
@@ -322,6 +327,17 @@ class Settings(BaseSettings):
             require_known_fields(data, cls.model_fields, cls.__name__)
         return data
 
+    @field_validator("*")
+    @classmethod
+    def _require_short_duration(cls, value: Any, info: ValidationInfo) -> Any:
+        unit_s = _UNITS_S.get((info.field_name or "").rpartition("_")[2])
+        if unit_s is None or not isinstance(value, (int, float)):
+            return value
+        if value * unit_s > _MAX_DURATION_DAYS * 86400:
+            most = _MAX_DURATION_DAYS * 86400 // unit_s
+            raise ValueError(f"{value:g} is longer than a century; use {most:,} or less")
+        return value
+
     @field_validator("state_dir")
     @classmethod
     def _make_absolute(cls, value: Path) -> Path:
@@ -341,6 +357,17 @@ class Settings(BaseSettings):
             return value
         path = value.removeprefix("file:").lstrip("/")
         raise ValueError(f"{value!r} has no scheme; write file:///{path}, or s3://bucket/folder")
+
+    @model_validator(mode="after")
+    def _require_whole_path(self) -> Self:
+        # PyIceberg parses locations as URLs: it would write all files to the path before such a character.
+        if found := re.search(r"[?#\t\r\n]", self.warehouse_uri):
+            name = "warehouse" if self.warehouse is not None else "state_dir"
+            raise ValueError(
+                f"{name} contains {found.group()!r}, which a location of a table cannot contain; choose"
+                " another folder"
+            )
+        return self
 
     @field_validator("nessie_verify_tls", mode="before")
     @classmethod

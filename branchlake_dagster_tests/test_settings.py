@@ -62,6 +62,36 @@ def test_negative_retentions_are_refused(name: str) -> None:
     assert [error["loc"] for error in raised.value.errors()] == [(name,)]
 
 
+DURATIONS = [
+    name
+    for name in Settings.model_fields
+    if name.rpartition("_")[2] in {"s", "min", "h", "hours", "days"} and name != "reap_interval_min"
+]
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+@pytest.mark.parametrize("days", ["inf", 36_526, 1e9, 1e300])
+def test_a_duration_is_at_most_a_century(name: str, days: float) -> None:
+    units = {"s": 86400, "min": 1440, "h": 24, "hours": 24, "days": 1}
+    with pytest.raises(ValidationError) as raised:
+        Settings(**{name: float(days) * units[name.rpartition("_")[2]]})
+    assert [error["loc"] for error in raised.value.errors()] == [(name,)]
+
+
+def test_a_century_is_no_error() -> None:
+    settings = Settings(history_horizon_days=36_525, undo_days=36_525, orphan_file_grace_h=24 * 36_525)
+    assert settings.history_horizon == timedelta(days=36_525)
+
+
+@pytest.mark.parametrize("character", "?#\n\t")
+def test_a_folder_whose_name_would_be_cut_is_refused(character: str) -> None:
+    """PyIceberg would write the files of all tables to one path."""
+    for values in ({"warehouse": f"file:///lake{character}1"}, {"state_dir": f"/lake{character}1"}):
+        with pytest.raises(ValidationError):
+            Settings(**values)
+    assert Settings(state_dir="/lake#1", warehouse="s3://lake/tables").warehouse_uri == "s3://lake/tables"
+
+
 def test_the_resource_has_a_field_for_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """With BRANCHLAKE_HISTORY_HORIZON_DAYS, definitions did not load: the resource had no such field."""
     assert Settings.model_fields.keys() - LakehouseResource.model_fields.keys() == set()

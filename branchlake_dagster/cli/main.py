@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import ValidationError
@@ -24,6 +24,9 @@ from branchlake_dagster.cli.registry import CommandGroup, print_progress
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, format_first_line
 from branchlake_dagster.extras import DISTRIBUTION
 from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _NAME_PLACEHOLDER = "PROJECT"
 """The placeholder of the project's name in paths and files of the template."""
@@ -123,15 +126,20 @@ class _Commands(CommandGroup):
         except BranchlakeError as error:
             raise click.ClickException(str(error)) from error
         except ValidationError as error:
-            problems = "; ".join(
-                f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
-            )
+            problems = "; ".join(map(_format_invalid_setting, error.errors()))
             raise click.ClickException(f"A setting is invalid: {problems.rstrip('.')}.") from error
         except Exception as error:
             message = _format_expected_error(error)
             if message is None:
                 raise
             raise click.ClickException(message) from error
+
+
+def _format_invalid_setting(error: ErrorDetails) -> str:
+    """Format an error of pydantic: the variable, unless several settings contradict each other, and why."""
+    reason = error["msg"].removeprefix("Value error, ")
+    variable = ".".join(map(str, error["loc"])).upper()
+    return f"BRANCHLAKE_{variable}: {reason}" if variable else reason
 
 
 def _format_expected_error(error: Exception) -> str | None:
