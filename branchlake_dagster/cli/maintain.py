@@ -6,6 +6,7 @@ The commands import their dependencies when they run.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,11 +198,12 @@ def metrics(module: str | None) -> None:
 def explain(what: str, module: str | None, as_json: bool) -> None:
     """Show what keeps a file, or whether an earlier state of a table can be read.
 
-    WHAT is the path of a file, or namespace.table@2026-11-20T12:00. The path of a file that exists may be
-    relative to the present folder.
+    WHAT is the path of a file, or namespace.table@2026-11-20T12:00. The path of a local file may be relative
+    to the present folder.
     """
+    from branchlake_dagster.catalog.stored_files import is_local
     from branchlake_dagster.garbage_collection.collector import FileCollector
-    from branchlake_dagster.garbage_collection.explanation import FileExplanation
+    from branchlake_dagster.garbage_collection.explanation import FileExplanation, is_moment
     from branchlake_dagster.garbage_collection.summary import (
         HOLDER_HEADERS,
         explanation_to_json,
@@ -211,9 +213,12 @@ def explain(what: str, module: str | None, as_json: bool) -> None:
     from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
-    if Path(what).exists():
+    lake = _open_lake(module)
+    # A missing file is looked up in the same way: a table may need it.
+    is_relative = is_local(lake.settings.warehouse_uri) and ":" not in what and not is_moment(what)
+    if is_relative or os.path.exists(what):  # noqa: PTH110 - Path raises OSError for a long name
         what = str(Path(what).absolute())
-    explanation = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
+    explanation = FileCollector.of_lake(lake, progress=print_progress).explain(what)
     rows = list_holder_rows(explanation) if isinstance(explanation, FileExplanation) else ()
     section = Section(MaintenancePart.COLLECTION, format_explanation(explanation), HOLDER_HEADERS, rows)
     _show([section], explanation_to_json(explanation), as_json)

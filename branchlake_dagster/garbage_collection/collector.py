@@ -306,7 +306,8 @@ class FileCollector:
 
         `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. For a file, reads
         the metadata of all live states; files that cannot be read are in `FileExplanation.unreadable`.
-        Raises NessieError, WarehouseUnreadable, JournalLost, and ConfigurationError for a malformed moment.
+        Raises NessieError, WarehouseUnreadable, JournalLost, and ConfigurationError for a malformed moment,
+        a folder, or a location in another storage than the warehouse.
         """
         self.journal.verify(self.journal.read_marker())
         now = self._now()

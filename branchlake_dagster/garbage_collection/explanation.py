@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import numpy as np
 from pyiceberg.io import FileIO, load_file_io
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_metadata_fields
@@ -13,7 +15,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.garbage_collection.collection_plan import CollectionRules
 from branchlake_dagster.garbage_collection.journal import CollectionJournal
 from branchlake_dagster.garbage_collection.live_history import LiveHistory, LiveState, content_locations
-from branchlake_dagster.garbage_collection.location_keys import LocationKeyer
+from branchlake_dagster.garbage_collection.location_keys import Keys, LocationKeyer, split_scheme
 from branchlake_dagster.garbage_collection.reachable_files import (
     parse_state,
     read_manifest_list,
@@ -80,6 +82,11 @@ class MomentExplanation:
     oldest_moment: datetime | None
 
 
+def is_moment(question: str) -> bool:
+    """Return whether a question is about a table at a moment (`shop.t@2026-11-20`), not about a file."""
+    return "@" in question and "/" not in question
+
+
 class Explainer:
     """Answers questions about files and moments. Call `history.update()` before you pass `history`."""
 
@@ -107,17 +114,26 @@ class Explainer:
 
         See `FileCollector.explain`.
         """
-        name, separator, moment = question.rpartition("@")
-        if separator and "/" not in question:
+        if is_moment(question):
+            name, _, moment = question.rpartition("@")
             return self._explain_moment(name, moment, now)
         return self._explain_file(question)
 
     # -- files -----------------------------------------------------------------------------------------
 
     def _explain_file(self, location: str) -> FileExplanation:
-        path = self._files.path_of(location)
-        (file,) = self._files.inspect([path])
-        wanted = int(self._keyer.keys([self._files.location_of(path)])[0])
+        path = self._find_path(location)
+        # A table may name a link, or the file to which it leads.
+        target = os.path.realpath(path) if self._files.is_local else path
+        (file,) = self._files.inspect([target])
+        if file is not None and file.size < 0:
+            raise ConfigurationError(
+                f"{location} is a folder.",
+                hint="Name one file. A folder is needed as long as one of its files is.",
+                reason="folder",
+                subject=location,
+            )
+        wanted = self._keyer.keys([self._files.location_of(each) for each in (path, target)])
         holders: list[FileHolder] = []
         for state in self._history.states.values():
             found = self._find_in_state(state, wanted)
@@ -139,6 +155,24 @@ class Explainer:
             tuple(sorted(self._unreadable)),
         )
 
+    def _find_path(self, location: str) -> str:
+        """Return the path of a location in the warehouse's file system. Raises ConfigurationError.
+
+        A location without a scheme is such a path already, as in a plan.
+        """
+        family, path = split_scheme(location)
+        storage, _ = split_scheme(self._files.location)
+        if family == storage:
+            return self._files.path_of(location)
+        if family == "file" and ":" not in location.partition("/")[0]:
+            return path.lstrip("/")
+        raise ConfigurationError(
+            f"{location} is not in the storage of the warehouse {self._files.location}.",
+            hint="Name a file of the warehouse, with its bucket if it is an object store.",
+            reason="other_storage",
+            subject=location,
+        )
+
     def _find_references(self, state: LiveState, snapshot_ids: tuple[int, ...]) -> list[FileHolder]:
         """Return the references whose heads have this state; if none has, the state's own reference."""
         at_head = []
@@ -153,8 +187,8 @@ class Explainer:
             FileHolder(state.reference, state.commit, state.key.name, state.location, snapshot_ids)
         ]
 
-    def _find_in_state(self, state: LiveState, wanted: int) -> tuple[int, ...] | None:
-        """Return the ids of the snapshots of a state that contain the file with the key `wanted`.
+    def _find_in_state(self, state: LiveState, wanted: Keys) -> tuple[int, ...] | None:
+        """Return the ids of the snapshots of a state that contain a file with one of the keys `wanted`.
 
         Empty for the metadata file and statistics; None if the file is not reachable from the state.
         """
@@ -177,7 +211,7 @@ class Explainer:
         )
         return snapshot_ids or None
 
-    def _has_snapshot(self, snapshot: Mapping[str, object], wanted: int) -> bool:
+    def _has_snapshot(self, snapshot: Mapping[str, object], wanted: Keys) -> bool:
         manifests = snapshot.get("manifests")
         if isinstance(manifests, list) and any(
             self._has_manifest(str(path), 0, wanted) for path in manifests
@@ -199,23 +233,23 @@ class Explainer:
             self._unreadable.add(location)
             return []
 
-    def _has_manifest(self, location: str, length: int, wanted: int) -> bool:
+    def _has_manifest(self, location: str, length: int, wanted: Keys) -> bool:
         if location not in self._has_by_file:
             self._has_by_file[location] = self._is_wanted(location, wanted) or self._lists_file(
                 location, length, wanted
             )
         return self._has_by_file[location]
 
-    def _lists_file(self, location: str, length: int, wanted: int) -> bool:
+    def _lists_file(self, location: str, length: int, wanted: Keys) -> bool:
         try:
             live = read_manifest_paths(self._io(location), location, length).live
         except (OSError, ValueError, StoredFileDamaged):
             self._unreadable.add(location)
             return False
-        return bool((self._keyer.keys(live) == wanted).any())
+        return bool(np.isin(self._keyer.keys(live), wanted).any())
 
-    def _is_wanted(self, location: str, wanted: int) -> bool:
-        return int(self._keyer.keys([location])[0]) == wanted
+    def _is_wanted(self, location: str, wanted: Keys) -> bool:
+        return bool(np.isin(self._keyer.keys([location]), wanted).any())
 
     def _io(self, location: str) -> FileIO:
         return load_file_io(self._properties, location)
@@ -225,14 +259,14 @@ class Explainer:
     def _explain_moment(self, name: str, text: str, now: datetime) -> MomentExplanation:
         try:
             key, moment = ContentKey.from_path(name), datetime.fromisoformat(text)
-        except ValueError as error:
+            moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+        except (ValueError, OverflowError) as error:
             raise ConfigurationError(
                 f"{name}@{text} is not a table and a moment.",
                 hint="Write namespace.table@2026-11-20T12:00, in UTC or with a time zone.",
                 reason="not_a_moment",
                 subject=f"{name}@{text}",
             ) from error
-        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
         log = self._client.log(MAIN)
         times = ((entry.commit.commit_time, entry.commit.hash) for entry in log)
         commit = next((each for time, each in times if time is not None and time <= moment), None)

@@ -23,6 +23,7 @@ from pyiceberg.table import Table, Transaction
 from pyiceberg.table.statistics import StatisticsFile
 
 from branchlake_dagster.errors import (
+    ConfigurationError,
     HeartbeatsUnreadable,
     JournalLost,
     MomentExpired,
@@ -68,6 +69,7 @@ from branchlake_dagster_tests.garbage_collection.collected_lake import (
     SavedLake,
     open_lake,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.lake
 
@@ -1421,6 +1423,41 @@ def test_a_file_is_explained(lake: CollectedLake) -> None:
         json.dumps(explanation_to_json(explanation))
         assert format_explanation(explanation)
     assert len(list_holder_rows(found)) == len(found.holders)
+
+
+def test_a_file_is_explained_by_the_name_of_a_link_to_it(lake: CollectedLake, tmp_path: Path) -> None:
+    file = lake.append(2)
+    direct = lake.collector().explain(file)
+    link = tmp_path / "link.parquet"
+    link.symlink_to(file)
+    found = lake.collector().explain(str(link))
+    assert isinstance(found, FileExplanation)
+    assert isinstance(direct, FileExplanation)
+    assert (found.holders, found.size, found.modified_at) == (direct.holders, direct.size, direct.modified_at)
+    # The table names a link: another disk has the file.
+    moved = tmp_path / "moved.parquet"
+    Path(file).rename(moved)
+    Path(file).symlink_to(moved)
+    for path in (file, f"file:{file}"):
+        found = lake.collector().explain(path)
+        assert isinstance(found, FileExplanation)
+        assert (found.holders, found.exists, found.size) == (direct.holders, True, direct.size)
+
+
+def test_what_is_no_file_of_the_warehouses_storage_is_not_explained(lake: CollectedLake) -> None:
+    """An answer such as "no reference leads to it" would invite somebody to delete it."""
+    for folder in (lake.table_folder(), lake.root, lake.table_folder() / "data"):
+        with raising(ConfigurationError, str(folder), reason="folder", subject=str(folder)):
+            lake.collector().explain(str(folder))
+    for location in ("s3://bucket/k.parquet", "hdfs://host/k.parquet"):
+        with raising(ConfigurationError, location, reason="other_storage", subject=location):
+            lake.collector().explain(location)
+
+
+@pytest.mark.parametrize("moment", ["", "x", "0001-01-01T00:00+05:00", "9999-12-31T23:59:59-05:00"])
+def test_a_moment_that_is_none_is_refused(lake: CollectedLake, moment: str) -> None:
+    with raising(ConfigurationError, reason="not_a_moment", subject=f"shop.t@{moment}"):
+        lake.collector().explain(f"shop.t@{moment}")
 
 
 def test_a_moment_is_explained(tmp_path: Path) -> None:

@@ -217,6 +217,11 @@ def test_the_commands(lakehouse: Lakehouse, table: str, monkeypatch: pytest.Monk
     path = Path(location.removeprefix("file://"))
     monkeypatch.chdir(path.parent)
     assert call("explain", path.name)["holders"] == kept["holders"]
+    # A relative path of a file that is lost: main still needs it.
+    path.rename(path.with_suffix(".lost"))
+    lost = call("explain", path.name)
+    assert (lost["exists"], lost["holders"][0]["reference"]) == (False, "main")
+    path.with_suffix(".lost").rename(path)
     shown = CliRunner().invoke(command, ["maintain", "plan", table])
     assert shown.exit_code == 0
     for part in ("compaction", "expiry"):
