@@ -2,9 +2,9 @@
 
 Dead files are those that the branch's own commits made since its base: metadata files, and the files of the
 snapshots that are new in them. Files that existed at the base, under any key, are not dead. Needed files are
-those that another reference reaches, under any key. A copy of a branch has the same snapshots. A rebase or a
-merge of manifests leads to other snapshots with the same manifests and data files. Dead files that are not
-needed may be deleted. In doubt a file is kept.
+those that another reference reaches, under any key and in any spelling of their locations. A copy of a branch
+has the same snapshots. A rebase or a merge of manifests leads to other snapshots with the same manifests and
+data files. Dead files that are not needed may be deleted. In doubt a file is kept.
 
 A branch may also name files that it did not make. `register_table` names a metadata file of another writer: a
 copy of a table of `main`, or an older state. `add_files` names data files of other writers. A sweeper that
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 
+import numpy as np
 from pyiceberg.manifest import ManifestFile
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
@@ -37,6 +38,7 @@ from branchlake_dagster.nessie.model import (
 from branchlake_dagster.runs.branch_owner import is_own_reference, strip_name_prefix, writer_branch
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
+from branchlake_dagster.tables.location_keys import Keys, LocationKeyer
 from branchlake_dagster.tables.table_files import (
     FileUnreadable,
     TableFiles,
@@ -310,7 +312,8 @@ class SweepPlanner:
         self._references = {ref.name: ref for ref in references}
         self._tables: dict[str, dict[ContentKey, str]] = {}
         self._tables_by_folder: dict[str, dict[str, list[str]]] = {}
-        self._reached_files: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
+        self._reached_files: dict[tuple[str, frozenset[str]], tuple[Keys, str | None]] = {}
+        self._keyer = LocationKeyer()
 
     def forget_reference(self, name: str) -> None:
         """Remove a deleted reference. Files that only it reached are no longer needed."""
@@ -351,8 +354,9 @@ class SweepPlanner:
         dead_phases, outside_files, borrowed_files = self._find_dead_files(
             output, related_locations, base_time
         )
-        dead_paths = {normalize_location(path) for phase in dead_phases for path in phase}
-        needed_paths: set[str] = set()
+        dead_paths = [path for phase in dead_phases for path in phase]
+        dead_keys = self._keyer.keys(dead_paths)
+        is_needed = np.zeros(len(dead_paths), np.bool_)
         holders: set[str] = set()
         base_by_folder = self._load_base_by_folder(base_hash)
         for (key, location), ref_names in self._find_other_tables(tag, base_locations).items():
@@ -360,20 +364,19 @@ class SweepPlanner:
                 *base_by_folder.get(normalize_location(table_root(location)), ()),
                 *((base_locations[key],) if key in base_locations else ()),
             }
-            reached_paths, problem = self._find_reached_files(location, frozenset(old_locations))
+            reached_keys, problem = self._find_reached_files(location, frozenset(old_locations))
             if problem and may_share_files(key, location, output):
                 raise StateUnreadable(
                     f"{problem}, and a reference needs it: {', '.join(sorted(ref_names)[:5])}.",
                     hint="Nothing was deleted.",
                 )
             # An unreadable table elsewhere cannot lead to files of this branch.
-            if not reached_paths.isdisjoint(dead_paths):
+            is_reached = np.isin(dead_keys, reached_keys)
+            if is_reached.any():
                 holders |= ref_names
-                needed_paths |= reached_paths
-        phases = [
-            _filter_files(phase, lambda path: normalize_location(path) not in needed_paths)
-            for phase in dead_phases
-        ]
+                is_needed |= is_reached
+        needed_paths = {dead_paths[number] for number in np.flatnonzero(is_needed).tolist()}
+        phases = [_filter_files(phase, lambda path: path not in needed_paths) for phase in dead_phases]
         return SweepPlan(tuple(phases), tuple(sorted(holders)), outside_files, borrowed_files)
 
     # -- dead files ------------------------------------------------------------------------------------
@@ -469,10 +472,8 @@ class SweepPlanner:
                         ref_names.setdefault((key, location), set()).add(ref.name)
         return ref_names
 
-    def _find_reached_files(
-        self, location: str, old_locations: frozenset[str]
-    ) -> tuple[frozenset[str], str | None]:
-        """Return the normalized locations of all files that a metadata file refers to.
+    def _find_reached_files(self, location: str, old_locations: frozenset[str]) -> tuple[Keys, str | None]:
+        """Return the keys of all files that a metadata file refers to (`LocationKeyer.keys`).
 
         Files of snapshots that are in the metadata files `old_locations` too are left out. The second value
         is a sentence about a file that could not be read, or None. Results are cached for all plans.
@@ -493,7 +494,7 @@ class SweepPlanner:
                 self._collect_files(location, old_snapshots, paths)
             except FileUnreadable as error:
                 problem = error.message.rstrip(".")
-            self._reached_files[location, old_locations] = frozenset(paths), problem
+            self._reached_files[location, old_locations] = self._keyer.keys(list(paths)), problem
         return self._reached_files[location, old_locations]
 
     def _collect_files(self, location: str, old_snapshots: set[int], paths: set[str]) -> None:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from branchlake_dagster.garbage_collection.location_keys import Keys, KeySet, LocationKeyer
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, find_hidden
 from branchlake_dagster.garbage_collection.warehouse_files import ListedFile, WarehouseFiles
+from branchlake_dagster.tables.location_keys import Keys, KeySet, LocationKeyer
 
 _BATCH = 8192
 _SCHEMA = pa.schema(

@@ -56,7 +56,6 @@ from branchlake_dagster.garbage_collection.journal import (
     JournaledPlan,
 )
 from branchlake_dagster.garbage_collection.live_history import CLOCK_TOLERANCE, LiveHistory, read_main_tables
-from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
 from branchlake_dagster.garbage_collection.metadata_cache import CACHE_FILE, MetadataCache
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule
 from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles, conventional_folders
@@ -69,6 +68,7 @@ from branchlake_dagster.runs.failure_detector import Heartbeats
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.temporary_tags import remove_ended_tags
 from branchlake_dagster.stored_names import JOURNAL_BRANCH, ReferencePrefix
+from branchlake_dagster.tables.location_keys import LocationKeyer, canonical_location, is_inside
 
 BATCH_FILES = 2_000
 """The number of files in a batch. Before each batch, the references are read again."""

@@ -15,7 +15,6 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.garbage_collection.collection_plan import CollectionRules
 from branchlake_dagster.garbage_collection.journal import CollectionJournal
 from branchlake_dagster.garbage_collection.live_history import LiveHistory, LiveState, content_locations
-from branchlake_dagster.garbage_collection.location_keys import Keys, LocationKeyer, split_scheme
 from branchlake_dagster.garbage_collection.reachable_files import (
     parse_state,
     read_manifest_list,
@@ -26,6 +25,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound
 from branchlake_dagster.nessie.model import ContentKey
+from branchlake_dagster.tables.location_keys import Keys, LocationKeyer, split_scheme
 
 
 @dataclass(frozen=True)

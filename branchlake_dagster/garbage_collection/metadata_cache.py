@@ -41,13 +41,13 @@ import polars as pl
 import pyarrow as pa
 
 from branchlake_dagster.file_lock import file_lock
-from branchlake_dagster.garbage_collection.location_keys import (
+from branchlake_dagster.garbage_collection.warehouse_files import FileStamp, WarehouseFiles, to_microseconds
+from branchlake_dagster.tables.location_keys import (
     Keys,
     LocationKeyer,
     canonical_location,
     is_inside,
 )
-from branchlake_dagster.garbage_collection.warehouse_files import FileStamp, WarehouseFiles, to_microseconds
 
 CACHE_FILE = "collection-cache"
 MAX_CACHE_BYTES = 256 << 20
@@ -63,7 +63,7 @@ _AMBIGUOUS = re.compile(r"[?#;]")
 """Characters at which PyIceberg and `WarehouseFiles.path_of` may cut a location differently."""
 _CODE = (
     "catalog/stored_files.py",
-    "garbage_collection/location_keys.py",
+    "tables/location_keys.py",
     "garbage_collection/metadata_cache.py",
     "garbage_collection/reachable_files.py",
     "internals/manifest_files.py",

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from branchlake_dagster.garbage_collection.location_keys import (
+from branchlake_dagster.garbage_collection.warehouse_files import to_microseconds
+from branchlake_dagster.garbage_collection.writer_claims import WriterClaim, earliest_claim
+from branchlake_dagster.tables.location_keys import (
     Keys,
     KeySet,
     canonical_location,
     is_inside,
 )
-from branchlake_dagster.garbage_collection.warehouse_files import to_microseconds
-from branchlake_dagster.garbage_collection.writer_claims import WriterClaim, earliest_claim
 
 
 class FileVerdict(StrEnum):

@@ -42,14 +42,14 @@ from branchlake_dagster.catalog.stored_files import (
 )
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.garbage_collection.live_history import LiveState
-from branchlake_dagster.garbage_collection.location_keys import (
+from branchlake_dagster.garbage_collection.metadata_cache import ManifestKeys, MetadataCache, StateFiles
+from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
+from branchlake_dagster.tables.location_keys import (
     KeySet,
     LocationKeyer,
     canonical_location,
     is_inside,
 )
-from branchlake_dagster.garbage_collection.metadata_cache import ManifestKeys, MetadataCache, StateFiles
-from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
 from branchlake_dagster.tables.table_files import table_root
 
 _FILES_AT_ONCE = 256

@@ -34,7 +34,6 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from branchlake_dagster.catalog.stored_files import MIN_LISTED_FILES, is_chosen_name, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, Transient, Unsupported
-from branchlake_dagster.garbage_collection.location_keys import canonical_location, is_inside, split_scheme
 from branchlake_dagster.garbage_collection.s3_deletion import (
     MAX_KEYS,
     BatchReply,
@@ -45,6 +44,7 @@ from branchlake_dagster.garbage_collection.s3_deletion import (
 )
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
+from branchlake_dagster.tables.location_keys import canonical_location, is_inside, split_scheme
 
 _BATCH = 8192
 _REMOTE_THREADS = 32

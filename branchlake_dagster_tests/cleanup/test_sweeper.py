@@ -423,6 +423,34 @@ def test_the_files_of_other_keys_are_compared_by_one_spelling() -> None:
     assert not is_in_folders("file:/a/t_10/data/x", ["file:///a/t_1/"])
 
 
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda folder, name, link: f"{folder}/{name}",
+        lambda folder, name, link: f"file://{folder}//{name}",
+        lambda folder, name, link: f"file://{folder}/../data/{name}",
+        lambda folder, name, link: f"file://{link}/{name}",
+    ],
+    ids=["no scheme", "slashes", "dots", "link"],
+)
+def test_a_file_that_main_names_in_another_spelling_stays(
+    lake: Lake, tmp_path: Path, spell: Callable[[Path, str, Path], str]
+) -> None:
+    """Somebody has added the data file of a blocked run to a table of main."""
+    before = lake.files()
+    branch = lake.branch("blocked")
+    lake.table(branch).append(pa.table({"n": [7]}))
+    (file,) = (lake.root / name for name in lake.files() - before if name.endswith(".parquet"))
+    lake.discard(branch)
+    link = tmp_path / "link"
+    link.symlink_to(file.parent)
+    lake.create(MAIN, "u").add_files([spell(file.parent, file.name, link)])
+    (done,) = lake.sweep()
+    assert file.exists()
+    assert lake.rows(MAIN, "u") == [7]
+    assert done.done  # the other files of the run are gone, and so is its tag
+
+
 # -- what the run only gave another name ------------------------------------------------------------------
 
 

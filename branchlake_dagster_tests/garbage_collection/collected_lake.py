@@ -18,7 +18,6 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.garbage_collection import warehouse_files
 from branchlake_dagster.garbage_collection.collector import FileCollector
-from branchlake_dagster.garbage_collection.location_keys import canonical_location
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
@@ -26,6 +25,7 @@ from branchlake_dagster.nessie.errors import RetryBudget, RetryPolicy
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.location_keys import canonical_location
 from branchlake_dagster_tests.maintenance_simulation.stored_states import NessieBackup
 from branchlake_dagster_tests.suite.memory import NamedTransport, SharedNessie
 

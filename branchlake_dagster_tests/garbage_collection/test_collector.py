@@ -500,6 +500,9 @@ def test_statistics_files_are_roots(lake: CollectedLake) -> None:
         lambda path: f"file:{path}".replace(" ", "+"),
         lambda path: f"file:{path}".replace("ä", "a\u0308"),
         lambda path: f"file:{path}".replace("Stats", "STATS"),
+        lambda path: f"file:{path}".replace("Stats", "St\tats\n"),
+        lambda path: f"file:{path}?version=1/2",
+        lambda path: f"file:{path}#part/2",
     ],
 )
 def test_a_file_that_is_spelled_in_another_way_is_kept(lake: CollectedLake, spell: Any) -> None:

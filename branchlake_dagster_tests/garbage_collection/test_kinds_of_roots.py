@@ -144,7 +144,7 @@ def ignore_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare_spellings_literally(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchlake_dagster.garbage_collection.location_keys.canonical_location", lambda p: p)
+    monkeypatch.setattr("branchlake_dagster.tables.location_keys.canonical_location", lambda p: p)
 
 
 def forget_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.garbage_collection import reachable_files, warehouse_files
 from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan
-from branchlake_dagster.garbage_collection.location_keys import LocationKeyer
 from branchlake_dagster.garbage_collection.metadata_cache import (
     CACHE_FILE,
     ManifestKeys,
@@ -31,6 +30,7 @@ from branchlake_dagster.garbage_collection.metadata_cache import (
 from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles
 from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.tables.location_keys import LocationKeyer
 from branchlake_dagster_tests.garbage_collection.collected_lake import DAY, CollectedLake, open_lake
 
 pytestmark = pytest.mark.lake

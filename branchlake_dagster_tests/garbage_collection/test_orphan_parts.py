@@ -19,12 +19,6 @@ from branchlake_dagster.garbage_collection.candidate_spool import CandidateSpool
 from branchlake_dagster.garbage_collection.collection_plan import CollectionRules, PlannedFile, plan_digest
 from branchlake_dagster.garbage_collection.collector import select_folders
 from branchlake_dagster.garbage_collection.live_history import HistoryHorizon, content_locations
-from branchlake_dagster.garbage_collection.location_keys import (
-    KeySet,
-    LocationKeyer,
-    canonical_location,
-    split_scheme,
-)
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, find_hidden
 from branchlake_dagster.garbage_collection.reachable_files import RemovedFiles, parse_state
 from branchlake_dagster.garbage_collection.warehouse_files import (
@@ -50,6 +44,12 @@ from branchlake_dagster.nessie.model import (
 )
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.location_keys import (
+    KeySet,
+    LocationKeyer,
+    canonical_location,
+    split_scheme,
+)
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 DAY = timedelta(days=1)

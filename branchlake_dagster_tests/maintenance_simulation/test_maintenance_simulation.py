@@ -175,7 +175,7 @@ def trust_the_fastest_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare_spellings_literally(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchlake_dagster.garbage_collection.location_keys.canonical_location", lambda p: p)
+    monkeypatch.setattr("branchlake_dagster.tables.location_keys.canonical_location", lambda p: p)
 
 
 def forget_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Two locations get the same key if they may name the same file. Scheme families (`s3a:`, `s3n:`, `s3:`),
 the number of slashes, percent-encoding, letter case, Unicode form, `..` and symbolic links make no
-difference. So some different files get the same key, and so do files whose 64-bit hashes collide. An
+difference, nor does what PyIceberg omits: tabs, line ends, and everything from the first `?` or `#`. So some different files get the same key, and so do files whose 64-bit hashes collide. An
 equal key only ever keeps a file, therefore each ambiguity keeps one file too many and never deletes one.
 
 Another process computes the same keys only with the same code and versions of Polars, Python and Unicode.
@@ -34,6 +34,8 @@ _FAMILIES = {
     "": "file",
 }
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_OMITTED = r"[\t\r\n]|[?#][\s\S]*"
+"""The parts of a location that PyIceberg omits, because it parses a location as a URL."""
 _MAX_DECODINGS = 4
 """How often percent-encoding is decoded: engines encode a partition's value, some the whole path again."""
 _MAX_CACHED_FOLDERS = 200_000
@@ -62,7 +64,7 @@ def canonical_location(location: str) -> str:
 
     It has no slash at the end. Symbolic links of local paths are resolved.
     """
-    family, path = split_scheme(location)
+    family, path = split_scheme(re.sub(_OMITTED, "", location))
     if family == "file":
         path = os.path.realpath(path)
     return f"{family}:{_fold(path)}".rstrip("/")
@@ -100,6 +102,8 @@ class LocationKeyer:
         column = pl.Series("location", locations, dtype=pl.String)
         if column.is_empty():
             return np.empty(0, np.uint64)
+        if column.str.contains(_OMITTED).any():
+            column = column.str.replace_all(_OMITTED, "")
         parts = column.to_frame().select(
             _FOLDER.alias("folder"),
             pl.col("location").str.extract(r"([^/]*)$", 1).str.to_lowercase().alias("name"),
