@@ -15,6 +15,7 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_metadata
 from branchlake_dagster.compaction.file_measures import EffectiveDeletes, format_partition
+from branchlake_dagster.errors import format_first_line
 from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, sql_name
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -91,6 +92,8 @@ def measure_tables(
             yield replace(measured, unreachable_bytes=unreachable_bytes.get(entry.key.name, 0))
         except (OSError, StoredFileDamaged, FileUnreadable) as error:
             yield UnreadableHealth(sql_name(entry.key), str(error))
+        except Exception as error:  # noqa: BLE001 - PyIceberg raises many classes for hostile metadata
+            yield UnreadableHealth(sql_name(entry.key), format_first_line(error))
 
 
 def _measure_table(files: TableFiles, key: ContentKey, location: str, now: datetime) -> TableHealth:

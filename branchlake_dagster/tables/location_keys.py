@@ -2,8 +2,9 @@
 
 Two locations get the same key if they may name the same file. Scheme families (`s3a:`, `s3n:`, `s3:`),
 the number of slashes, percent-encoding, letter case, Unicode form, `..` and symbolic links make no
-difference, nor does what PyIceberg omits: tabs, line ends, and everything from the first `?` or `#`. So some different files get the same key, and so do files whose 64-bit hashes collide. An
-equal key only ever keeps a file, therefore each ambiguity keeps one file too many and never deletes one.
+difference, nor does what PyIceberg omits: tabs, line ends, and everything from the first `?` or `#`. So some
+different files get the same key, and so do files whose 64-bit hashes collide. An equal key only ever keeps a
+file, therefore each ambiguity keeps one file too many and never deletes one.
 
 Another process computes the same keys only with the same code and versions of Polars, Python and Unicode.
 `MetadataCache` compares these before it uses stored keys.

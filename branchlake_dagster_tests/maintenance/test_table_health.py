@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -175,6 +176,21 @@ def test_a_table_that_cannot_be_read_does_not_hide_the_others(
     unreadable = kinds[UnreadableHealth]
     assert isinstance(unreadable, UnreadableHealth)
     assert unreadable.table == f"{namespace}.broken"
+
+
+def test_metadata_that_contradicts_its_manifests_does_not_hide_the_other_tables(
+    lakehouse: Lakehouse, catalog: Catalog, namespace: str
+) -> None:
+    """Its partition spec has a field that its manifests lack."""
+    broken = catalog.create_table((namespace, "broken"), schema=SCHEMA)
+    broken.append(frame("2026-11-01", 1))
+    make_table(catalog, namespace, "whole")
+    path = Path(urlparse(broken.metadata_location).path)
+    metadata = json.loads(path.read_text())
+    field = {"source-id": 1, "field-id": 1000, "name": "day", "transform": "identity"}
+    path.write_text(json.dumps(metadata | {"partition-specs": [{"spec-id": 0, "fields": [field]}]}))
+    found = {(type(health), health.table) for health in measure(lakehouse, namespace)}
+    assert found == {(UnreadableHealth, f"{namespace}.broken"), (TableHealth, f"{namespace}.whole")}
 
 
 @pytest.mark.parametrize(
