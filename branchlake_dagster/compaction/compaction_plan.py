@@ -40,7 +40,8 @@ class CompactionOptions:
     """Options of a compaction: which partitions are compacted, how, and within which budgets.
 
     Args:
-        strategy (Strategy): How rows are arranged. (default: bin-packing)
+        strategy (Strategy): How rows are arranged; also by its name, such as `z_order`. (default:
+            bin-packing)
         sort_columns (tuple[str, ...]): The columns of `sort` and `z_order`. `sort` takes Spark's terms, such
             as `id DESC NULLS LAST`.
         small_file_bytes (int): Files below this size are small. (default: 32 MiB)
@@ -60,9 +61,9 @@ class CompactionOptions:
             open. Such a compaction cannot be reversed for a run that needs the old files. (default: False)
 
     Raises:
-        ConfigurationError: The columns do not fit the strategy, a number of bytes or partitions is not
-            positive, `max_seconds`, `max_small_files` or `hot_minutes` is negative, or `hot_minutes` exceeds
-            ten years.
+        ConfigurationError: The strategy is unknown, the columns do not fit it, a number of bytes or
+            partitions is not positive, `max_seconds`, `max_small_files` or `hot_minutes` is negative, or
+            `hot_minutes` exceeds ten years.
 
     Examples:
         .. code-block:: python
@@ -87,6 +88,21 @@ class CompactionOptions:
     fold_deletes_beside_runs: bool = False
 
     def __post_init__(self) -> None:
+        if self.strategy not in [*Strategy]:
+            raise ConfigurationError(
+                f"{self.strategy!r} is not a strategy of a compaction.",
+                hint=f"The strategies are {', '.join(Strategy)}.",
+                reason="unknown_strategy",
+                subject=str(self.strategy),
+            )
+        object.__setattr__(self, "strategy", Strategy(self.strategy))
+        if isinstance(self.sort_columns, str):
+            raise ConfigurationError(
+                f"sort_columns is the text {self.sort_columns!r}.",
+                hint=f"Write a tuple of columns: sort_columns=({self.sort_columns!r},).",
+                reason="not_a_sequence",
+                subject="sort_columns",
+            )
         if self.strategy is Strategy.Z_ORDER and not self.sort_columns:
             raise ConfigurationError(
                 "The strategy z_order needs columns.", hint="Name the columns of the filters of your queries."
@@ -99,7 +115,7 @@ class CompactionOptions:
         has_negative_time = self.max_seconds is not None and not self.max_seconds >= 0
         if has_negative_time or any(limit is not None and not limit > 0 for limit in limits):
             raise ConfigurationError("A limit of a compaction is not positive.", hint="Leave it out instead.")
-        if self.max_small_files < 0 or not 0 <= self.hot_minutes <= _MOST_HOT_MINUTES:
+        if not self.max_small_files >= 0 or not 0 <= self.hot_minutes <= _MOST_HOT_MINUTES:
             raise ConfigurationError(
                 "max_small_files or hot_minutes of a compaction is negative, or too large.",
                 hint="Leave them out instead.",

@@ -36,7 +36,7 @@ class ExpiryPolicy:
 
     The maintenance uses `from_settings` if its options have no policy.
 
-    Raises ConfigurationError for a `keep_count` below 1 or a negative time.
+    Raises ConfigurationError for a count below 1 or a negative time.
 
     Examples:
         .. code-block:: python
@@ -69,10 +69,14 @@ class ExpiryPolicy:
         )
 
     def __post_init__(self) -> None:
-        if self.keep_count < 1:
+        if not self.keep_count >= 1:
             raise ConfigurationError(
                 f"keep_count is {self.keep_count}. A table keeps at least its current snapshot.",
                 hint="Set keep_count to 1 or more.",
+            )
+        if self.position_count is not None and not self.position_count >= 1:
+            raise ConfigurationError(
+                f"position_count is {self.position_count}.", hint="Set it to 1 or more, or leave it out."
             )
         for name in ("keep_age", "position_age", "undo_age"):
             if getattr(self, name) < timedelta(0):

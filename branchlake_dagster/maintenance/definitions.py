@@ -64,8 +64,9 @@ def maintenance_definitions(
         Definitions: They need the resource of the lake, which `branchlake_definitions` provides.
 
     Raises:
-        ConfigurationError: `undo_age` of the expiry policy exceeds the history horizon, or a key of
-            `cron_schedules` is not a part of the maintenance.
+        ConfigurationError: `undo_age` of the expiry policy exceeds the history horizon, a key of
+            `cron_schedules` is not a part of the maintenance, `namespaces` is a text or contains an empty
+            name, or `minutes` is not positive.
 
     Examples:
         .. code-block:: python
@@ -82,6 +83,14 @@ def maintenance_definitions(
     options = options or MaintenanceOptions()
     options.choose_policy(settings or Settings())
     times = _parse_schedules(cron_schedules or {})
+    keys = _parse_namespaces(namespaces)
+    if not minutes > 0:
+        raise ConfigurationError(
+            f"minutes of the maintenance is {minutes}.",
+            hint="Set a positive number. Without schedules, the jobs have the limits of their options.",
+            reason="not_positive",
+            subject="minutes",
+        )
     status = DefaultScheduleStatus.RUNNING if start_schedules else DefaultScheduleStatus.STOPPED
     jobs = {
         part: maintenance_job(part, options, lakehouse_key=lakehouse_key, prefix=prefix) for part in ALL_PARTS
@@ -92,7 +101,6 @@ def maintenance_definitions(
         )
         for part, one in jobs.items()
     ]
-    keys = [tuple(name.split(".")) if isinstance(name, str) else tuple(name) for name in namespaces]
     assets = [health_asset(key, limits, lakehouse_key=lakehouse_key) for key in keys]
     if not assets:
         return Definitions(jobs=list(jobs.values()), schedules=schedules)
@@ -109,6 +117,27 @@ def maintenance_definitions(
     return Definitions(
         assets=assets, jobs=[*jobs.values(), health_job], schedules=[*schedules, health_schedule]
     )
+
+
+def _parse_namespaces(namespaces: Sequence[str | Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return the elements of each namespace, each namespace once."""
+    if isinstance(namespaces, str):
+        raise ConfigurationError(
+            f"namespaces is the text {namespaces!r}.",
+            hint=f"Write a list: maintenance_definitions([{namespaces!r}]).",
+            reason="not_a_sequence",
+            subject="namespaces",
+        )
+    keys = [tuple(name.split(".")) if isinstance(name, str) else tuple(name) for name in namespaces]
+    for key in keys:
+        if not all(key) or not key:
+            raise ConfigurationError(
+                f"{'.'.join(key)!r} is not a namespace.",
+                hint="Write a dotted name such as raw.sensors, without empty parts.",
+                reason="empty_name",
+                subject=".".join(key),
+            )
+    return list(dict.fromkeys(keys))
 
 
 def _parse_schedules(cron_schedules: Mapping[MaintenancePart | str, str]) -> dict[MaintenancePart, str]:

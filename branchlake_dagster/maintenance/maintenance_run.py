@@ -49,6 +49,9 @@ class MaintenanceOptions:
             `max_seconds` of `compaction` has priority. An expiry has no limit. (default: no limit for a
             compaction, `BRANCHLAKE_COLLECTION_BUDGET_S` for a collection)
 
+    Raises:
+        ConfigurationError: `max_seconds` is not positive.
+
     Examples:
         .. code-block:: python
 
@@ -61,6 +64,15 @@ class MaintenanceOptions:
     compaction: CompactionOptions = field(default_factory=CompactionOptions)
     expiry: ExpiryPolicy | None = None
     max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ConfigurationError(
+                f"max_seconds of the maintenance is {self.max_seconds}.",
+                hint="Set a positive number, or leave it out.",
+                reason="not_positive",
+                subject="max_seconds",
+            )
 
     def choose_policy(self, settings: Settings) -> ExpiryPolicy:
         """Return the expiry policy of these options, or else the policy of the settings.

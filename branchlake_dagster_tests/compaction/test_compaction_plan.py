@@ -156,11 +156,21 @@ def test_strategies_that_order_rows_rewrite_whole_partitions() -> None:
         {"max_bytes": 0},
         {"unit_bytes": -1},
         {"max_small_files": -1},
+        {"max_small_files": float("nan")},
+        {"strategy": "z_order"},
+        {"strategy": "zorder", "sort_columns": ("n",)},
+        {"strategy": "sort", "sort_columns": "n"},
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         CompactionOptions(**options)
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_strategy_may_be_given_by_its_name(strategy: Strategy) -> None:
+    columns = () if strategy is Strategy.BIN_PACK else ("n",)
+    assert CompactionOptions(strategy.value, columns).strategy is strategy  # type: ignore[arg-type]
 
 
 def test_a_plan_in_words_rows_and_json() -> None:

@@ -192,7 +192,14 @@ def test_a_snapshot_log_has_no_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"keep_count": 0}, {"keep_age": timedelta(-1)}, {"position_age": timedelta(-1)}]
+    "values",
+    [
+        {"keep_count": 0},
+        {"keep_count": float("nan")},
+        {"keep_age": timedelta(-1)},
+        {"position_age": timedelta(-1)},
+        {"position_count": 0},
+    ],
 )
 def test_a_policy_that_keeps_less_than_nothing_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):

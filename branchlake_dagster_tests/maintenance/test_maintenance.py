@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from copy import copy
@@ -328,6 +329,34 @@ def test_the_definitions_of_a_code_location() -> None:
     assert expiry.default_status is dg.DefaultScheduleStatus.RUNNING
     with raising(ConfigurationError, reason="unknown_part", subject="vacuum"):
         maintenance_definitions(cron_schedules={"vacuum": "0 0 * * *"}, settings=Settings())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "subject"),
+    [
+        ({"namespaces": "shop"}, "not_a_sequence", "namespaces"),
+        ({"namespaces": [""]}, "empty_name", ""),
+        ({"namespaces": ["shop."]}, "empty_name", "shop."),
+        ({"namespaces": [()]}, "empty_name", ""),
+        *(({"minutes": minutes}, "not_positive", "minutes") for minutes in (0, -1, math.nan)),
+    ],
+)
+def test_definitions_that_could_not_run_are_refused(
+    options: dict[str, Any], reason: str, subject: str
+) -> None:
+    with raising(ConfigurationError, reason=reason, subject=subject):
+        maintenance_definitions(**options, settings=Settings())
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan])
+def test_a_maintenance_has_time(seconds: float) -> None:
+    with raising(ConfigurationError, reason="not_positive", subject="max_seconds"):
+        MaintenanceOptions(max_seconds=seconds)
+
+
+def test_a_namespace_is_measured_once() -> None:
+    definitions = maintenance_definitions(["shop", ("shop",)], settings=Settings())
+    assert len(list(definitions.assets or ())) == 1
 
 
 def test_an_unreadable_table_does_not_stop_the_compaction_of_others(
