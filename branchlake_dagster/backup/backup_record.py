@@ -127,6 +127,11 @@ def verification_name(name: str) -> str:
     return f"{name}{_VERIFICATION_SUFFIX}"
 
 
+def is_backup(folder: Path) -> bool:
+    """Return whether a folder is named like a backup and has a record, which may be damaged."""
+    return _is_backup_name(folder.name) and (folder / RECORD_FILE).exists()
+
+
 def list_backups(folder: Path) -> list[Path]:
     """List the folders of the complete backups of all lakes in `folder`, oldest first.
 

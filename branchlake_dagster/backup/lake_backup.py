@@ -16,6 +16,7 @@ from branchlake_dagster.backup.backup_record import (
     BackupPart,
     BackupRecord,
     backup_name,
+    is_backup,
     list_backups,
     list_lake_backups,
     list_leftovers,
@@ -237,6 +238,13 @@ class LakeBackup:
 
     def _require_outside(self, folder: Path, lake_folders: tuple[SavedFolder, ...]) -> None:
         resolved = folder.resolve()
+        if outer := next(filter(is_backup, (resolved, *resolved.parents)), None):
+            raise BackupFailed(
+                f"The folder for backups {folder} is inside the backup {outer}.",
+                hint="Name the folder that contains the backups.",
+                reason="inside_backup",
+                subject=str(folder),
+            )
         for saved in lake_folders:
             if resolved.is_relative_to(saved.path.resolve()):
                 raise BackupFailed(
@@ -263,10 +271,10 @@ def _synchronize(folder: Path) -> None:
 def load_backup(folder: Path, state_dir: Path) -> Backup:
     """Load the backup in `folder`. If `folder` contains backups, load the newest of the lake in `state_dir`.
 
-    Raises BackupDamaged if the backup is incomplete, and RestoreRefused if all backups in the folder are of
-    other lakes.
+    A folder that is itself a backup is loaded, whatever else somebody has put into it. Raises BackupDamaged
+    if the backup is incomplete, and RestoreRefused if all backups in the folder are of other lakes.
     """
-    candidates = list_backups(folder)
+    candidates = [] if is_backup(folder) else list_backups(folder)
     backup = _find_newest(candidates, state_dir) if candidates else Backup(folder, load_record(folder))
     missing = [part.name for part in backup.record.parts if not (backup.folder / part.name).is_dir()]
     if missing:

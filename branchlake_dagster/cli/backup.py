@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+from branchlake_dagster.cli.option_types import NamedFolder
 from branchlake_dagster.cli.registry import print_progress
 
 if TYPE_CHECKING:
     from branchlake_dagster.settings import Settings
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = NamedFolder()
 
 
 @click.command()
@@ -48,7 +49,7 @@ def backup(folder: Path, module: str | None, keep: int | None, no_verify: bool, 
         raise click.UsageError("--keep needs a verified backup: omit --no-verify.")
     settings = load_command_settings(module).settings
     saver = LakeBackup(settings, dagster_home_path(settings), say=print_progress)
-    result = saver.make(folder.absolute(), verify=not no_verify, keep=keep)
+    result = saver.make(folder, verify=not no_verify, keep=keep)
     if result.record.outside:
         names = ", ".join(result.record.outside)
         print_progress(f"Not in the backup, because their files are outside the warehouse: {names}")
@@ -81,7 +82,7 @@ def restore(folder: Path, module: str | None, replace: bool) -> None:
     settings = load_command_settings(module).settings
     _require_no_daemon(settings)
     restored = restore_lake(
-        load_backup(folder.absolute(), settings.state_dir),
+        load_backup(folder, settings.state_dir),
         settings,
         dagster_home_path(settings),
         replace=replace,

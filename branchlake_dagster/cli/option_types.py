@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,19 @@ class Moment(click.ParamType[datetime]):
         if not 1957 <= moment.year < 2262:  # from the first satellite to the end of 64-bit nanoseconds
             self.fail(f"{value!r} is not a time between 1957 and 2262.", param, ctx)
         return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+class NamedFolder(click.Path):
+    """A folder, as an absolute path. Unlike `click.Path`, it refuses an empty text."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if not str(value):
+            self.fail("the name of the folder is empty.", param, ctx)
+        return Path(super().convert(value, param, ctx)).absolute()
 
 
 class FiniteRange(click.FloatRange):

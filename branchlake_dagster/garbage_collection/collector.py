@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -293,6 +294,7 @@ class FileCollector:
             "next_folder": one.next_folder,
             "metrics": metrics_to_json(plan.metrics),
             "deleted": sum(each.deleted for each in executed),
+            "ended_at": max(now, self._now()).isoformat(),
         }
         self.journal.record_event(pass_id, "finished", now, plan_id=plan.plan_id, details=details)
         try:
@@ -323,12 +325,13 @@ class FileCollector:
         started = [event for event in events if event["event"] == "started"]
         finished = [event for event in events if event["event"] == "finished"]
         last_id = started[-1]["pass_id"] if started else ""
+        last_end = next((event for event in finished if event["pass_id"] == last_id), None)
         deleted_files, deleted_bytes = self.journal.count_deleted()
         return CollectionStatus(
             tuple(each.plan for each in self.journal.open_plans()),
             self.journal.count_passes(),
             started[-1]["time"] if started else None,
-            next((each["time"] for each in finished if each["pass_id"] == last_id), None),
+            _find_end(last_end) if last_end is not None else None,
             finished[-1]["details"].get("metrics", {}) if finished else {},
             deleted_files,
             deleted_bytes,
@@ -634,6 +637,15 @@ class FileCollector:
             elif (current.size, current.modified_us) == (file.size, file.modified_us):
                 orphans.append(file)
         return orphans, frozenset(missing_paths)
+
+
+def _find_end(event: Mapping[str, Any]) -> datetime:
+    """Return when a pass ended, from its last event, whose own time is that of the pass.
+
+    Earlier versions recorded only that time.
+    """
+    ended_at = event["details"].get("ended_at")
+    return datetime.fromisoformat(ended_at) if ended_at else event["time"]
 
 
 def _describe_storage(properties: Mapping[str, str]) -> str:

@@ -128,6 +128,27 @@ def test_a_newer_backup_without_a_readable_record_is_not_passed_over(
     assert load_backup(first.folder, lake.root) == first
 
 
+def test_a_backup_is_neither_made_nor_looked_for_in_another_backup(lake: StoppedLake, tmp_path: Path) -> None:
+    first = lake.back_up(tmp_path / "backups", 0)
+    for folder in (first.folder, first.folder / "warehouse" / "new"):
+        with raising(BackupFailed, str(folder), reason="inside_backup", subject=str(folder)):
+            lake.back_up(folder, 1)
+    shutil.copytree(lake.back_up(tmp_path / "backups", 1).folder, first.folder / "2026-11-01T13-00-00Z")
+    assert load_backup(first.folder, lake.root) == first
+
+
+@pytest.mark.parametrize("words", [["backup", "", "--no-verify"], ["restore", ""]])
+def test_an_empty_folder_name_is_refused(
+    lake: StoppedLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """A variable without a value is not the present folder."""
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lake.root))
+    monkeypatch.chdir(tmp_path)
+    before = read_tree(tmp_path)
+    assert CliRunner().invoke(main, words).exit_code == 2
+    assert read_tree(tmp_path) == before
+
+
 # -- tables outside the warehouse ----------------------------------------------------------------------
 
 

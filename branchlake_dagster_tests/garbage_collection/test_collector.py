@@ -1022,7 +1022,9 @@ def test_the_journal_survives_its_own_collections(lake: CollectedLake) -> None:
         lake.collect()
     status = lake.collector().status()
     assert (status.passes, status.deleted_files, status.open_plans) == (6, 3, ())
+    assert status.last_pass_started_at is not None
     assert status.last_pass_ended_at is not None
+    assert status.last_pass_ended_at > status.last_pass_started_at
     json.dumps(status_to_json(status))
 
 
