@@ -26,7 +26,12 @@ from branchlake_dagster.backup.backup_record import (
 from branchlake_dagster.backup.database_copy import copy_database
 from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed, RestoreRefused
 from branchlake_dagster.backup.file_copy import CopyCount, copy_folder, remove_folder
-from branchlake_dagster.backup.lake_folders import NESSIE_PART, SavedFolder, list_lake_folders
+from branchlake_dagster.backup.lake_folders import (
+    NESSIE_PART,
+    SavedFolder,
+    list_lake_folders,
+    require_named_folders,
+)
 from branchlake_dagster.backup.verification import verify_backup
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.servers import NESSIE, EmbeddedServers
@@ -71,6 +76,7 @@ class LakeBackup:
         lake_folders = list_lake_folders(self._settings, self._dagster_home)
         if not has_lake(self._settings.state_dir):
             raise build_not_running(self._settings.state_dir)
+        require_named_folders(self._settings, self._dagster_home)
         self._require_outside(folder, lake_folders)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with file_lock(folder / ".lock"):
@@ -101,6 +107,9 @@ class LakeBackup:
                 subject=str(folder),
             )
         new_folder = folder / partial_name(name)
+        if earlier_backups:
+            _require_present(earlier_backups[-1])
+            self._report_other_sources(earlier_backups[-1], lake_folders)
         try:
             previous = earlier_backups[-1].folder if earlier_backups else None
             record = self._fill(new_folder, lake_folders, previous, taken_at, verify=verify)
@@ -113,6 +122,19 @@ class LakeBackup:
         if keep is not None and verify:
             self._delete_older([*earlier_backups, backup][:-keep], record)
         return backup
+
+    def _report_other_sources(self, previous: Backup, lake_folders: tuple[SavedFolder, ...]) -> None:
+        """Report folders that the previous backup has, and this one has not.
+
+        Probably this process lacks an environment variable of Dagster.
+        """
+        sources = {str(lake_folder.path) for lake_folder in lake_folders}
+        for part in previous.record.parts:
+            if part.source not in sources:
+                self._say(
+                    f"Not in the backup: the folder {part.source} ({part.name}), which the previous backup"
+                    " has. Are DAGSTER_HOME and the variables BRANCHLAKE_… those of Dagster?"
+                )
 
     def _fill(
         self,
@@ -253,6 +275,24 @@ class LakeBackup:
                     reason="inside_lake",
                     subject=str(folder),
                 )
+
+
+def _require_present(previous: Backup) -> None:
+    """Raise BackupFailed if a folder that had files at the previous backup is missing or empty now.
+
+    Probably its disk is not mounted. Later backups would replace the last one that has these files.
+    """
+    for part in previous.record.parts:
+        source = Path(part.source)
+        if part.files and not (source.is_dir() and any(source.iterdir())):
+            raise BackupFailed(
+                f"The folder {source} ({part.name}) is missing or empty. The backup {previous.folder} has"
+                f" {format_count(part.files, 'file')} of it.",
+                hint="Mount its disk, or restore the folder. If its files are gone for good, put any file"
+                " into it.",
+                reason="folder_gone",
+                subject=str(source),
+            )
 
 
 def _synchronize(folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
-from branchlake_dagster.backup.errors import NotBackedUpHere
+from branchlake_dagster.backup.errors import BackupFailed, NotBackedUpHere
 from branchlake_dagster.catalog.stored_files import local_path
 from branchlake_dagster.receivers.landing import NEXT_OFFSET_FILE
 from branchlake_dagster.settings import Settings
@@ -41,7 +41,8 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFold
     has all records that were ingested.
 
     Raises NotBackedUpHere if Nessie is not embedded, if the warehouse is not a local folder, or if one folder
-    contains another: the inner folder would be saved twice, and could not be restored.
+    contains another: the inner folder would be saved twice, and could not be restored. The folders need not
+    exist.
     """
     if not settings.embedded_nessie:
         raise NotBackedUpHere(
@@ -81,6 +82,25 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFold
             subject=str(inner.path),
         )
     return lake_folders
+
+
+def require_named_folders(settings: Settings, dagster_home: Path) -> None:
+    """Raise BackupFailed if `DAGSTER_HOME` or `BRANCHLAKE_LANDING` names a folder that does not exist.
+
+    The default folders may be missing: Dagster or receivers were never started.
+    """
+    named_folders = {
+        "DAGSTER_HOME": dagster_home if dagster_home != settings.state_dir / DAGSTER_PART else None,
+        "BRANCHLAKE_LANDING": settings.landing,
+    }
+    for variable, path in named_folders.items():
+        if path is not None and not path.is_dir():
+            raise BackupFailed(
+                f"The folder {path} does not exist, so the backup would not have it.",
+                hint=f"Correct or unset {variable}, mount the folder's disk, or create the folder.",
+                reason="folder_missing",
+                subject=str(path),
+            )
 
 
 def find_nested_folders(lake_folders: Sequence[SavedFolder]) -> tuple[SavedFolder, SavedFolder] | None:

@@ -149,6 +149,48 @@ def test_an_empty_folder_name_is_refused(
     assert read_tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["dagster", "landing"])
+def test_a_named_folder_that_does_not_exist_is_not_left_out(tmp_path: Path, name: str) -> None:
+    missing = tmp_path / "typo"
+    lake = make_lake(tmp_path / "lake", **({"landing": missing} if name == "landing" else {}))
+    home = missing if name == "dagster" else lake.home
+    with raising(BackupFailed, str(missing), reason="folder_missing", subject=str(missing)):
+        LakeBackup(lake.settings, home).make(tmp_path / "backups", verify=False)
+    assert not (tmp_path / "backups").exists()
+
+
+def test_a_folder_that_is_no_longer_named_is_reported(lake: StoppedLake, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(lake.home, home)
+    said: list[str] = []
+    for number, each in enumerate((home, home, lake.home)):
+        moment = START + timedelta(minutes=number)
+        saver = LakeBackup(lake.settings, each, say=said.append, now=lambda moment=moment: moment)
+        said.clear()
+        saver.make(tmp_path / "backups", verify=False)
+        assert any(str(home) in line for line in said) == (each != home)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("name", ["dagster", "warehouse", "landing"])
+def test_a_folder_that_is_gone_since_the_last_backup_is_not_left_out(
+    lake: StoppedLake, tmp_path: Path, name: str, is_empty: bool
+) -> None:
+    """The mount point of a disk that is not mounted is an empty folder."""
+    (lake.root / "landing").mkdir()
+    (lake.root / "landing" / "records").touch()
+    first, gone = lake.back_up(tmp_path / "backups", 0), lake.root / name
+    shutil.rmtree(gone)
+    if is_empty:
+        gone.mkdir()
+    with raising(BackupFailed, str(gone), reason="folder_gone", subject=str(gone)):
+        lake.back_up(tmp_path / "backups", 1)
+    assert list_backups(tmp_path / "backups") == [first.folder]
+    gone.mkdir(exist_ok=True)
+    (gone / "on-purpose").touch()
+    lake.back_up(tmp_path / "backups", 2)
+
+
 # -- tables outside the warehouse ----------------------------------------------------------------------
 
 
