@@ -20,7 +20,7 @@ from branchlake_dagster.garbage_collection.reachable_files import (
     read_manifest_list,
     read_manifest_paths,
 )
-from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles, to_time
+from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles, is_unicode, to_time
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound
@@ -128,9 +128,9 @@ class Explainer:
         (file,) = self._files.inspect([target])
         if file is not None and file.size < 0:
             raise ConfigurationError(
-                f"{location} is a folder.",
+                f"{location} is a folder, or another special file.",
                 hint="Name one file. A folder is needed as long as one of its files is.",
-                reason="folder",
+                reason="not_a_file",
                 subject=location,
             )
         wanted = self._keyer.keys([self._files.location_of(each) for each in (path, target)])
@@ -160,6 +160,13 @@ class Explainer:
 
         A location without a scheme is such a path already, as in a plan.
         """
+        if not is_unicode(location):
+            raise ConfigurationError(
+                f"{location!r} is not Unicode, as the paths of all files of tables are.",
+                hint="No table has a file with this name, and no collection deletes it.",
+                reason="not_unicode",
+                subject=repr(location),
+            )
         family, path = split_scheme(location)
         storage, _ = split_scheme(self._files.location)
         if family == storage:

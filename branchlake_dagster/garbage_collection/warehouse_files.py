@@ -225,12 +225,10 @@ class WarehouseFiles:
         return folders
 
     def _list_subfolders(self, path: str) -> list[str]:
+        if self.is_local:
+            return _list_local_subfolders(path)
         infos = self._system.get_file_info(FileSelector(path, allow_not_found=True))
-        return [
-            info.base_name
-            for info in infos
-            if info.type is FileType.Directory and not (self.is_local and Path(info.path).is_symlink())
-        ]
+        return [info.base_name for info in infos if info.type is FileType.Directory]
 
     def inspect(self, paths: Sequence[str]) -> list[ListedFile | None]:
         """Return the present size and times of each file, in the order of `paths`; None for a missing file.
@@ -455,8 +453,23 @@ def _iter_local_paths(path: str) -> Iterator[str]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-                elif entry.is_file(follow_symlinks=False) and _is_unicode(entry.path):
+                elif entry.is_file(follow_symlinks=False) and is_unicode(entry.path):
                     yield entry.path
+
+
+def _list_local_subfolders(path: str) -> list[str]:
+    """Return the names of the folders in a folder, without links; none if it does not exist.
+
+    Unlike PyArrow, omits names that are not Unicode: one such file would make the folder unreadable.
+    """
+    try:
+        entries = os.scandir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    with entries:
+        return [
+            entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and is_unicode(entry.name)
+        ]
 
 
 def _inspect_local_file(path: str) -> ListedFile | None:
@@ -485,7 +498,8 @@ def _remote_stamp(info: FileInfo) -> FileStamp | None:
     return FileStamp(info.size, info.mtime_ns, info.mtime_ns, 0)
 
 
-def _is_unicode(name: str) -> bool:
+def is_unicode(name: str) -> bool:
+    """Return whether a file's name can be encoded. Python reads other bytes of names as surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:

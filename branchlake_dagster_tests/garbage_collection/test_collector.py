@@ -221,6 +221,17 @@ def test_files_of_a_table_that_was_never_committed_are_found_by_the_recorded_pre
     assert {other, foreign}.isdisjoint(deleted)
 
 
+def test_names_that_are_not_unicode_stop_no_collection(lake: CollectedLake) -> None:
+    """In the folder of a namespace, in a table's folder, and as a folder."""
+    stray, root, folder = lake.stray(), os.fsencode(lake.root), os.fsencode(lake.table_folder())
+    names = [b"%s/shop/\xff" % root, b"%s/shop/\xff-folder/x" % root, b"%s/data/\xff.parquet" % folder]
+    for name in names:
+        lake.write(Path(os.fsdecode(name)))
+    lake.age()
+    assert lake.collect() == {stray}
+    assert all(os.path.exists(name) for name in names)  # noqa: PTH110 - they are bytes
+
+
 def test_a_checksum_file_goes_with_its_file(lake: CollectedLake) -> None:
     stray = Path(lake.stray(file="x.parquet"))
     checksum = lake.write(stray.with_name(".x.parquet.crc"))
@@ -1452,8 +1463,14 @@ def test_a_file_is_explained_by_the_name_of_a_link_to_it(lake: CollectedLake, tm
 def test_what_is_no_file_of_the_warehouses_storage_is_not_explained(lake: CollectedLake) -> None:
     """An answer such as "no reference leads to it" would invite somebody to delete it."""
     for folder in (lake.table_folder(), lake.root, lake.table_folder() / "data"):
-        with raising(ConfigurationError, str(folder), reason="folder", subject=str(folder)):
+        with raising(ConfigurationError, str(folder), reason="not_a_file", subject=str(folder)):
             lake.collector().explain(str(folder))
+    pipe = lake.root / "pipe"
+    os.mkfifo(pipe)
+    with raising(ConfigurationError, str(pipe), reason="not_a_file", subject=str(pipe)):
+        lake.collector().explain(str(pipe))
+    with raising(ConfigurationError, reason="not_unicode", subject="'/lake/\\udcff'"):
+        lake.collector().explain("/lake/\udcff")
     for location in ("s3://bucket/k.parquet", "hdfs://host/k.parquet"):
         with raising(ConfigurationError, location, reason="other_storage", subject=location):
             lake.collector().explain(location)
