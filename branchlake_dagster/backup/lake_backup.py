@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from branchlake_dagster.backup.backup_record import (
     Backup,
@@ -343,7 +344,7 @@ def _find_newest(candidates: Sequence[Path], state_dir: Path) -> Backup:
     raise RestoreRefused(
         f"{candidates[0].parent} has no backup of the lake in {state_dir}. Its newest backup is of the lake"
         f" in {other_lakes[0]}.",
-        hint=f"Use the folders of that lake: BRANCHLAKE_STATE_DIR={other_lakes[0]}",
+        hint=f"Use the folders of that lake: BRANCHLAKE_STATE_DIR={quote(other_lakes[0])}",
         reason="other_lake",
         subject=str(state_dir),
     )

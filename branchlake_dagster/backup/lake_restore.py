@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from branchlake_dagster.backup.backup_record import Backup, BackupPart, backup_name
 from branchlake_dagster.backup.errors import BackupDamaged, RestoreRefused
@@ -116,7 +117,7 @@ def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> lis
             raise RestoreRefused(
                 f"The backup {backup.folder} has the folder {part.source}, but this lake would use"
                 f" {target.path}. The metadata of the tables has absolute paths.",
-                hint=f"Use the same folders: BRANCHLAKE_STATE_DIR={backup.record.state_dir}, and the"
+                hint=f"Use the same folders: BRANCHLAKE_STATE_DIR={quote(backup.record.state_dir)}, and the"
                 " same BRANCHLAKE_WAREHOUSE and DAGSTER_HOME. Links at these paths are enough.",
                 reason="other_place",
                 subject=str(target.path),

@@ -24,6 +24,7 @@ import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 
@@ -118,7 +119,7 @@ def build_not_running(root: Path) -> LakeNotRunning:
     if has_lake(root):
         return LakeNotRunning(
             f"The lake in {root} is not running.",
-            hint=f"Start the lake: BRANCHLAKE_STATE_DIR={root} branchlake up",
+            hint=f"Start the lake: BRANCHLAKE_STATE_DIR={quote(str(root))} branchlake up",
             reason="stopped",
             subject=str(root),
         )
@@ -144,7 +145,7 @@ def require_location(root: Path, *, tables_elsewhere: bool) -> None:
         raise LakeMoved(
             f"The state folder {root} is a copy of the lake in {recorded_root}."
             " Its tables point to files of the original.",
-            hint=f"Use the original: BRANCHLAKE_STATE_DIR={recorded_root}",
+            hint=f"Use the original: BRANCHLAKE_STATE_DIR={quote(str(recorded_root))}",
             reason="copied",
             subject=str(root),
         )
@@ -152,8 +153,9 @@ def require_location(root: Path, *, tables_elsewhere: bool) -> None:
         return
     raise LakeMoved(
         f"The lake in {root} was moved from {recorded_root}. Its tables point to files in the old folder.",
-        hint=f"Link the old path to the new folder and use the old path: ln -s {root} {recorded_root};"
-        f" BRANCHLAKE_STATE_DIR={recorded_root}",
+        hint="Link the old path to the new folder and use the old path:"
+        f" ln -s {quote(str(root))} {quote(str(recorded_root))};"
+        f" BRANCHLAKE_STATE_DIR={quote(str(recorded_root))}",
         reason="moved",
         subject=str(root),
     )

@@ -1,0 +1,34 @@
+"""Commands in the errors of state folders can be copied to a shell."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.embedded.state_folder import (
+    LakeMoved,
+    build_not_running,
+    record_location,
+    require_location,
+)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_path_with_spaces_is_one_word_of_a_command(tmp_path: Path, is_copy: bool) -> None:
+    old, new = tmp_path / "the lake", tmp_path / "lake's copy"
+    (old / "nessie").mkdir(parents=True)
+    assert f"BRANCHLAKE_STATE_DIR={old}" in shlex.split(str(build_not_running(old)))
+    record_location(old)
+    record = (old / "lake.json").read_bytes()
+    new.mkdir()
+    (new / "lake.json").write_bytes(record)
+    if not is_copy:
+        old.rename(tmp_path / "gone")
+    with pytest.raises(LakeMoved) as raised:
+        require_location(new, tables_elsewhere=False)
+    assert raised.value.hint is not None
+    words = shlex.split(raised.value.hint)
+    assert f"BRANCHLAKE_STATE_DIR={old}" in words
+    assert is_copy or words[words.index("ln") :][:4] == ["ln", "-s", str(new), f"{old};"]
