@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -175,11 +176,21 @@ def _copy_file(path: Path, copy: Path, earlier_copy: Path | None, is_database: b
 
 
 def _copy_sqlite(path: Path, copy: Path) -> None:
-    with (
-        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0)) as database,
-        closing(sqlite3.connect(copy)) as backup,
-    ):
-        database.backup(backup)
+    """Copy a database by SQLite. Raises OSError, also for SQLite's own errors."""
+    try:
+        with (
+            closing(
+                sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0)
+            ) as database,
+            closing(sqlite3.connect(copy)) as backup,
+        ):
+            database.backup(backup)
+    except sqlite3.Error as error:
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(copy)) from error
+        raise OSError(errno.EIO, f"SQLite cannot copy it ({error})", str(path)) from error
     shutil.copymode(path, copy)
 
 

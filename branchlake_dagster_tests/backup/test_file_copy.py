@@ -67,6 +67,41 @@ def test_a_file_that_vanishes_during_the_copy_is_counted(
     assert (count.files, count.vanished_files) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("code", "number"), [(sqlite3.SQLITE_FULL, errno.ENOSPC), (sqlite3.SQLITE_IOERR, errno.EIO)]
+)
+def test_an_error_of_sqlite_is_one_of_the_operating_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, number: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        error = sqlite3.OperationalError("it failed")
+        error.sqlite_errorcode = code
+        raise error
+
+    (tmp_path / "lake").mkdir()
+    sqlite3.connect(tmp_path / "lake" / "runs.db").execute("CREATE TABLE runs (id TEXT)").connection.close()
+    monkeypatch.setattr(file_copy.sqlite3, "connect", fail)
+    with raising(OSError, errno=number):
+        copy_folder(tmp_path / "lake", tmp_path / "copy", has_databases=True)
+
+
+def test_a_database_that_vanishes_during_the_copy_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lake").mkdir()
+    database = tmp_path / "lake" / "runs.db"
+    sqlite3.connect(database).execute("CREATE TABLE runs (id TEXT)").connection.close()
+    connect = sqlite3.connect
+
+    def remove(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        database.unlink(missing_ok=True)
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(file_copy.sqlite3, "connect", remove)
+    count = copy_folder(tmp_path / "lake", tmp_path / "copy", has_databases=True)
+    assert (count.files, count.vanished_files) == (0, 1)
+
+
 def test_links_to_files_are_copied_as_files_and_other_links_are_named(tmp_path: Path) -> None:
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     (source / "below").mkdir(parents=True)
