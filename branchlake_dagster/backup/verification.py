@@ -26,7 +26,6 @@ from branchlake_dagster.backup.lake_folders import NESSIE_PART
 from branchlake_dagster.catalog.stored_files import is_local, local_path, read_metadata
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.embedded.state_folder import make_private_folder
-from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentEntry, IcebergTable
 from branchlake_dagster.settings import Settings
@@ -146,10 +145,11 @@ def _read_tables(
         except _FileOutside:
             outside.append(name)
             continue
-        except (OSError, ValueError, BranchlakeError) as error:
+        except Exception as error:  # Avro, zlib, PyArrow and PyIceberg raise many classes for a damaged file
             raise BackupDamaged(
-                f"The table {name} in the backup cannot be read: {error}",
-                hint="Make another backup. If that fails too, the lake has lost files: branchlake doctor.",
+                f"The table {name} in the backup cannot be read: {error or type(error).__name__}",
+                hint="Make another backup. If that fails too, the lake has lost or damaged the file:"
+                " restore an older backup, or write the table anew.",
                 reason="table_unreadable",
                 table=name,
             ) from error
@@ -170,7 +170,7 @@ def _read_tables(
 def _count_rows(content: IcebergTable, io: _MovedFileIO) -> int:
     """Read the current data and delete files of a table. Return the number of rows in data files.
 
-    Raises _FileOutside, and OSError, ValueError or BranchlakeError for a file that is missing or damaged.
+    Raises _FileOutside, and any other Exception for a file that is missing or damaged.
     """
     metadata = read_metadata(io, content.metadata_location)
     snapshot = metadata.current_snapshot()
