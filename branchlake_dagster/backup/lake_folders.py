@@ -31,8 +31,13 @@ class SavedFolder:
     """Names of files that are read before their folder is listed."""
 
 
-def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFolder, ...]:
+def list_lake_folders(
+    settings: Settings, dagster_home: Path, *, with_missing: bool = False
+) -> tuple[SavedFolder, ...]:
     """List the folders of the lake in the order in which they are copied.
+
+    Landing files and positions of subscribers are optional: their folders are listed if they exist. A restore
+    lists them `with_missing` folders, and checks itself whether one folder contains another.
 
     Dagster's home is the first and the warehouse the last. If a run is published during the backup, its
     events may be missing in Dagster's copy, as after a crash of the publisher; the publication sensor adds
@@ -67,12 +72,12 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[SavedFold
     landing = SavedFolder("landing", settings.landing_folder, early_files=frozenset({NEXT_OFFSET_FILE}))
     lake_folders = (
         SavedFolder(DAGSTER_PART, dagster_home, has_databases=True),
-        *(folder for folder in (subscribers,) if folder.path.is_dir()),
+        *(folder for folder in (subscribers,) if with_missing or folder.path.is_dir()),
         SavedFolder(NESSIE_PART, settings.state_dir / "nessie"),
-        *(folder for folder in (landing,) if folder.path.is_dir()),
+        *(folder for folder in (landing,) if with_missing or folder.path.is_dir()),
         SavedFolder(WAREHOUSE_PART, local_path(settings.warehouse_uri)),
     )
-    if nested := find_nested_folders(lake_folders):
+    if not with_missing and (nested := find_nested_folders(lake_folders)):
         inner, outer = nested
         raise NotBackedUpHere(
             f"The folder {outer.path} ({outer.name}) contains {inner.path} ({inner.name}).",

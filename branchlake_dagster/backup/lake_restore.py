@@ -107,18 +107,26 @@ def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> lis
 
     Raises RestoreRefused if this lake would use other folders, or if one folder contains another.
     """
-    lake_folders = {folder.name: folder for folder in list_lake_folders(settings, dagster_home)}
-    targets = [
-        lake_folders.get(part.name) or SavedFolder(part.name, Path(part.source))
-        for part in backup.record.parts
-    ]
+    lake_folders = {
+        folder.name: folder for folder in list_lake_folders(settings, dagster_home, with_missing=True)
+    }
+    if unknown := [part for part in backup.record.parts if part.name not in lake_folders]:
+        raise RestoreRefused(
+            f"The backup {backup.folder} has the folder {unknown[0].name}, which a lake of this version does"
+            " not have.",
+            hint="Use the version of branchlake that made the backup.",
+            reason="unknown_part",
+            subject=unknown[0].name,
+        )
+    targets = [lake_folders[part.name] for part in backup.record.parts]
     for part, target in zip(backup.record.parts, targets, strict=True):
         if Path(part.source) != target.path:
             raise RestoreRefused(
                 f"The backup {backup.folder} has the folder {part.source}, but this lake would use"
                 f" {target.path}. The metadata of the tables has absolute paths.",
                 hint=f"Use the same folders: BRANCHLAKE_STATE_DIR={quote(backup.record.state_dir)}, and the"
-                " same BRANCHLAKE_WAREHOUSE and DAGSTER_HOME. Links at these paths are enough.",
+                " same BRANCHLAKE_WAREHOUSE, BRANCHLAKE_LANDING and DAGSTER_HOME. Links at these paths are"
+                " enough.",
                 reason="other_place",
                 subject=str(target.path),
             )

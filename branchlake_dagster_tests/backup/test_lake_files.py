@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -406,6 +407,31 @@ def test_a_full_disk_stops_a_restore_before_it_changes_the_lake(
     before = read_tree(tmp_path)
     monkeypatch.setattr(shutil, "copy2", fill_disk)
     with raising(OSError, errno=errno.ENOSPC):
+        lake.restore(tmp_path / "backups")
+    assert read_tree(tmp_path) == before
+
+
+def test_landing_files_are_restored_only_to_the_folder_that_the_lake_uses(tmp_path: Path) -> None:
+    """Also on another machine, which has no landing folder yet."""
+    elsewhere = tmp_path / "disk" / "landing"
+    elsewhere.mkdir(parents=True)
+    backup = make_lake(tmp_path / "lake", landing=elsewhere).back_up(tmp_path / "backups", 0)
+    elsewhere.rmdir()
+    settings = Settings(state_dir=tmp_path / "lake", session_kind="classic")
+    before = read_tree(tmp_path)
+    with raising(RestoreRefused, str(elsewhere), reason="other_place", subject=str(settings.landing_folder)):
+        restore_lake(backup, settings, settings.state_dir / "dagster", replace=True)
+    assert read_tree(tmp_path) == before
+
+
+def test_an_unknown_folder_is_not_restored(lake: StoppedLake, tmp_path: Path) -> None:
+    backup = lake.back_up(tmp_path / "backups", 0)
+    record = json.loads((backup.folder / "backup.json").read_text())
+    record["parts"].append({**record["parts"][0], "name": "more", "source": str(tmp_path / "more")})
+    (backup.folder / "backup.json").write_text(json.dumps(record))
+    (backup.folder / "more").mkdir()
+    before = read_tree(tmp_path)
+    with raising(RestoreRefused, reason="unknown_part", subject="more"):
         lake.restore(tmp_path / "backups")
     assert read_tree(tmp_path) == before
 
