@@ -338,6 +338,14 @@ class Settings(BaseSettings):
             raise ValueError(f"{value:g} is longer than a century; use {most:,} or less")
         return value
 
+    @field_validator("state_dir", "landing", "ivy_settings", "kafka_ca", "kafka_certificate", mode="before")
+    @classmethod
+    def _refuse_empty_path(cls, value: object) -> object:
+        # An empty path is the working directory, which a variable without a value does not mean.
+        if value == "":
+            raise ValueError("the path is empty; name a folder or file, or unset it")
+        return value
+
     @field_validator("state_dir")
     @classmethod
     def _make_absolute(cls, value: Path) -> Path:

@@ -78,6 +78,14 @@ def test_a_duration_is_at_most_a_century(name: str, days: float) -> None:
     assert [error["loc"] for error in raised.value.errors()] == [(name,)]
 
 
+@pytest.mark.parametrize("name", ["state_dir", "landing", "ivy_settings", "kafka_ca", "kafka_certificate"])
+def test_an_empty_path_is_not_the_working_directory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"BRANCHLAKE_{name.upper()}", "")
+    with pytest.raises(ValidationError) as raised:
+        Settings()
+    assert [error["loc"] for error in raised.value.errors()] == [(name,)]
+
+
 def test_a_century_is_no_error() -> None:
     settings = Settings(history_horizon_days=36_525, undo_days=36_525, orphan_file_grace_h=24 * 36_525)
     assert settings.history_horizon == timedelta(days=36_525)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class NamedFolder(click.Path):
         """Return the path."""
         if not str(value):
             self.fail("the name of the folder is empty.", param, ctx)
-        return Path(super().convert(value, param, ctx)).absolute()
+        return Path(os.fsdecode(super().convert(value, param, ctx))).absolute()
 
 
 class FiniteRange(click.FloatRange):

@@ -96,10 +96,11 @@ class CompactionOptions:
                 subject=str(self.strategy),
             )
         object.__setattr__(self, "strategy", Strategy(self.strategy))
-        if isinstance(self.sort_columns, str):
+        columns: object = self.sort_columns
+        if isinstance(columns, str):
             raise ConfigurationError(
-                f"sort_columns is the text {self.sort_columns!r}.",
-                hint=f"Write a tuple of columns: sort_columns=({self.sort_columns!r},).",
+                f"sort_columns is the text {columns!r}.",
+                hint=f"Write a tuple of columns: sort_columns=({columns!r},).",
                 reason="not_a_sequence",
                 subject="sort_columns",
             )
