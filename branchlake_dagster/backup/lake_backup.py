@@ -103,7 +103,7 @@ class LakeBackup:
         if used_names or (folder / name).exists():
             raise BackupFailed(
                 f"{folder / max([name, *used_names])} is not older than now ({name}).",
-                hint="Wait a second, or set the clock of this machine.",
+                hint="Wait a second, set the clock of this machine, or delete that backup if its time is wrong.",
                 reason="clock",
                 subject=str(folder),
             )
@@ -162,7 +162,7 @@ class LakeBackup:
             except BackupDamaged as error:
                 if previous is None or error.reason != "table_unreadable":
                     raise
-                self._say(f"{error} The backup is made again without links to {previous.name}.")
+                self._say(f"{error.message} The backup is made again without links to {previous.name}.")
                 remove_folder(new_folder)
                 return self._fill(new_folder, lake_folders, None, taken_at, verify=True)
             record = record.with_verification(
