@@ -338,12 +338,21 @@ class Settings(BaseSettings):
             raise ValueError(f"{value:g} is longer than a century; use {most:,} or less")
         return value
 
-    @field_validator("state_dir", "landing", "ivy_settings", "kafka_ca", "kafka_certificate", mode="before")
+    @field_validator(
+        "state_dir",
+        "landing",
+        "ivy_settings",
+        "kafka_ca",
+        "kafka_certificate",
+        "nessie_uri",
+        "spark_remote",
+        mode="before",
+    )
     @classmethod
-    def _refuse_empty_path(cls, value: object) -> object:
-        # An empty path is the working directory, which a variable without a value does not mean.
+    def _refuse_empty_text(cls, value: object) -> object:
+        # An empty path is the working directory, and an empty address is no server: neither is meant.
         if value == "":
-            raise ValueError("the path is empty; name a folder or file, or unset it")
+            raise ValueError("the value is empty; unset it, or write a path or address")
         return value
 
     @field_validator("state_dir")

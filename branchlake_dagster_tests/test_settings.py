@@ -78,8 +78,21 @@ def test_a_duration_is_at_most_a_century(name: str, days: float) -> None:
     assert [error["loc"] for error in raised.value.errors()] == [(name,)]
 
 
-@pytest.mark.parametrize("name", ["state_dir", "landing", "ivy_settings", "kafka_ca", "kafka_certificate"])
-def test_an_empty_path_is_not_the_working_directory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state_dir",
+        "landing",
+        "ivy_settings",
+        "kafka_ca",
+        "kafka_certificate",
+        "nessie_uri",
+        "spark_remote",
+    ],
+)
+def test_a_variable_without_a_value_is_neither_a_folder_nor_a_server(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(f"BRANCHLAKE_{name.upper()}", "")
     with pytest.raises(ValidationError) as raised:
         Settings()

@@ -103,7 +103,8 @@ class LakeBackup:
         if used_names or (folder / name).exists():
             raise BackupFailed(
                 f"{folder / max([name, *used_names])} is not older than now ({name}).",
-                hint="Wait a second, set the clock of this machine, or delete that backup if its time is wrong.",
+                hint="Wait a second, set the clock of this machine, or delete that backup if its time is"
+                " wrong.",
                 reason="clock",
                 subject=str(folder),
             )
