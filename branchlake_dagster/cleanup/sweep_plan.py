@@ -2,9 +2,10 @@
 
 Dead files are those that the branch's own commits made since its base: metadata files, and the files of the
 snapshots that are new in them. Files that existed at the base, under any key, are not dead. Needed files are
-those that another reference reaches, under any key and in any spelling of their locations. A copy of a branch
-has the same snapshots. A rebase or a merge of manifests leads to other snapshots with the same manifests and
-data files. Dead files that are not needed may be deleted. In doubt a file is kept.
+those that another reference reaches, under any key and in any spelling of their locations, and those of
+tables that `main` has dropped since: these can be restored. A copy of a branch has the same snapshots. A
+rebase or a merge of manifests leads to other snapshots with the same manifests and data files. Dead files
+that are not needed may be deleted. In doubt a file is kept.
 
 A branch may also name files that it did not make. `register_table` names a metadata file of another writer: a
 copy of a table of `main`, or an older state. `add_files` names data files of other writers. A sweeper that
@@ -25,6 +26,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.history.capture import summary_value
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
@@ -359,7 +361,10 @@ class SweepPlanner:
         is_needed = np.zeros(len(dead_paths), np.bool_)
         holders: set[str] = set()
         base_by_folder = self._load_base_by_folder(base_hash)
-        for (key, location), ref_names in self._find_other_tables(tag, base_locations).items():
+        other_tables = self._find_other_tables(tag, base_locations)
+        for table in self._find_dropped_tables(base_hash, output.changed_keys):
+            other_tables.setdefault(table, set()).add(MAIN)
+        for (key, location), ref_names in other_tables.items():
             old_locations = {
                 *base_by_folder.get(normalize_location(table_root(location)), ()),
                 *((base_locations[key],) if key in base_locations else ()),
@@ -471,6 +476,31 @@ class SweepPlanner:
                     if location not in old_locations:
                         ref_names.setdefault((key, location), set()).add(ref.name)
         return ref_names
+
+    def _find_dropped_tables(
+        self, base_hash: str, keys: Collection[ContentKey]
+    ) -> set[tuple[ContentKey, str]]:
+        """Return tables that `main` dropped since a base, as (key, metadata location) before the drop.
+
+        Somebody may have merged the discarded branch into `main`. A dropped table can be restored until the
+        history horizon, so its files are left to the garbage collection. Reads the log of `main` only if
+        `main` lacks one of the `keys`.
+        """
+        main = self._references.get(MAIN)
+        missing_keys = set(keys) - self._load_tables(main).keys() if main is not None else set()
+        if main is None or not missing_keys:
+            return set()
+        tables: set[tuple[ContentKey, str]] = set()
+        for entry in self._client.log(_pinned_ref(main), since=base_hash, fetch_operations=True):
+            dropped_keys = [
+                operation.key
+                for operation in entry.operations
+                if isinstance(operation, Delete) and operation.key in missing_keys
+            ]
+            if dropped_keys:
+                contents = self._client.contents(f"@{entry.commit.parent_hashes[0]}", dropped_keys)
+                tables |= set(_metadata_locations(contents.items()).items())
+        return tables
 
     def _find_reached_files(self, location: str, old_locations: frozenset[str]) -> tuple[Keys, str | None]:
         """Return the keys of all files that a metadata file refers to (`LocationKeyer.keys`).

@@ -33,6 +33,7 @@ from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_nam
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.table_files import TableFiles, is_in_folders, normalize_location
+from branchlake_dagster.undo.undrop import undrop_table
 from branchlake_dagster_tests.harness import assign_main
 from branchlake_dagster_tests.suite import memory
 
@@ -449,6 +450,24 @@ def test_a_file_that_main_names_in_another_spelling_stays(
     assert file.exists()
     assert lake.rows(MAIN, "u") == [7]
     assert done.done  # the other files of the run are gone, and so is its tag
+
+
+@pytest.mark.parametrize("name", ["t", "made"])
+def test_a_merged_table_that_main_dropped_since_can_come_back(lake: Lake, name: str) -> None:
+    """Somebody has merged the branch of a blocked run into main, and then dropped a table."""
+    branch = lake.branch("blocked")
+    lake.table(branch).append(pa.table({"n": [7]}))
+    lake.create(branch, "made").append(ROWS)
+    head, base = lake.nessie.reference(branch).hash, lake.nessie.reference(MAIN).hash
+    lake.nessie.merge(from_name=branch, from_hash=head, into=MAIN, expected_hash=base, message="by hand")
+    merged, rows = lake.nessie.reference(MAIN).hash, lake.rows(name=name)
+    lake.discard(branch)
+    drop(lake, MAIN, name)
+    (done,) = lake.sweep()
+    assert done.done
+    assert lake.rows(f"{MAIN}@{merged}", name) == rows
+    assert undrop_table(lake.lake, f"{lake.namespace}.{name}").commit
+    assert lake.rows(name=name) == rows
 
 
 # -- what the run only gave another name ------------------------------------------------------------------
