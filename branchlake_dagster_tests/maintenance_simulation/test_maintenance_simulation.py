@@ -261,7 +261,7 @@ FILE_LOST = (" deleted ", " lacks ")
 PLANTED: list[tuple[Plant, int, tuple[str, ...]]] = [
     (forget_tags, 0, FILE_LOST),
     (forget_run_branches, 12, FILE_LOST),
-    (ignore_the_grace, 3, FILE_LOST),
+    (ignore_the_grace, 2, FILE_LOST),
     (ignore_claims, 0, FILE_LOST),
     (adopt_every_journal, 4, (" which Nessie had lost",)),
     (take_lost_replies_for_failures, 2, FILE_LOST),
