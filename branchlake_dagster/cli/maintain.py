@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -250,7 +251,8 @@ def _build_options(
     from branchlake_dagster.compaction.compaction_plan import CompactionOptions, Strategy
     from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions
 
-    names = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
+    terms = re.split(r",(?![^()]*\))", columns or "")  # not at the comma of `bucket(8, id)`
+    names = tuple(term.strip() for term in terms if term.strip())
     compaction = CompactionOptions(
         strategy=Strategy(strategy),
         sort_columns=names,

@@ -274,6 +274,13 @@ class Explainer:
                 reason="not_a_moment",
                 subject=f"{name}@{text}",
             ) from error
+        if moment > now:
+            raise ConfigurationError(
+                f"The moment {moment.isoformat()} is in the future.",
+                hint="Write a moment of the past, in UTC or with a time zone.",
+                reason="moment_in_future",
+                subject=f"{name}@{text}",
+            )
         log = self._client.log(MAIN)
         times = ((entry.commit.commit_time, entry.commit.hash) for entry in log)
         commit = next((each for time, each in times if time is not None and time <= moment), None)

@@ -54,6 +54,10 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
     namespace_keys = key.ancestors
     main = client.contents_at(MAIN, [key, *namespace_keys])
     if key in main.contents:
+        if isinstance(main.contents[key], Namespace):
+            raise TableNotDropped(
+                f"{name} is a namespace on main, not a table.", table=name, hint="Write namespace.name."
+            )
         raise TableNotDropped(f"Main has the table {name}.", table=name, hint="There is nothing to restore.")
     from_commit = _find_last_commit(client, main.reference.hash, key)
     earlier = client.contents(f"@{from_commit}", [key, *namespace_keys]) if from_commit else {}
@@ -63,6 +67,12 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             f"The log of main has no commit that dropped a table {name}.",
             table=name,
             hint="Check the name: namespace.name.",
+        )
+    if present_name := _find_present_name(client, main.reference.hash, content):
+        raise TableNotDropped(
+            f"The table {name} was not dropped: main has it as {present_name}.",
+            table=name,
+            hint=f"Use {present_name}, or rename the table. A second name would share its files.",
         )
     operations: list[Operation] = []
     for namespace_key in namespace_keys:
@@ -116,4 +126,15 @@ def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> 
     for entry in client.log(f"@{main_hash}", fetch_operations=True):
         if any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
             return entry.commit.parent_hashes[0]
+    return None
+
+
+def _find_present_name(client: NessieClient, main_hash: str, content: IcebergTable) -> str | None:
+    """Return the name that the table has now, after a rename or registration; None if it is gone."""
+    for entry in client.entries(f"@{main_hash}", fetch_content=True):
+        present = entry.content
+        if isinstance(present, IcebergTable) and (
+            present.content_id == content.content_id or present.metadata_location == content.metadata_location
+        ):
+            return entry.key.name
     return None

@@ -1482,6 +1482,12 @@ def test_a_moment_that_is_none_is_refused(lake: CollectedLake, moment: str) -> N
         lake.collector().explain(f"shop.t@{moment}")
 
 
+def test_a_moment_of_the_future_is_refused(lake: CollectedLake) -> None:
+    moment = (datetime.now(UTC) + DAY).isoformat()
+    with raising(ConfigurationError, reason="moment_in_future", subject=f"shop.t@{moment}"):
+        lake.collector().explain(f"shop.t@{moment}")
+
+
 def test_a_moment_is_explained(tmp_path: Path) -> None:
     lake = open_lake(tmp_path)
     lake.at(datetime.now(UTC) - 60 * DAY)

@@ -292,6 +292,21 @@ def test_a_table_whose_files_are_deleted_stays_dropped(
     assert undrop_tags(lakehouse) == []
 
 
+def test_a_renamed_table_is_not_dropped(lakehouse: Lakehouse, namespace: str) -> None:
+    bench = Workbench(lakehouse, namespace)
+    bench.seeded([("a", 1)])
+    catalog = lakehouse.catalog()
+    catalog.rename_table((namespace, "t"), (namespace, "renamed"))
+    with pytest.raises(TableNotDropped):
+        undrop_table(lakehouse, f"{namespace}.t")
+    assert not catalog.table_exists((namespace, "t"))
+    with pytest.raises(TableNotDropped):
+        undrop_table(lakehouse, namespace)
+    catalog.drop_table((namespace, "renamed"))
+    undrop_table(lakehouse, f"{namespace}.renamed")
+    bench.clean()
+
+
 def test_a_table_that_was_dropped_outside_a_run_comes_back(lakehouse: Lakehouse, namespace: str) -> None:
     bench = Workbench(lakehouse, namespace)
     bench.seeded([("a", 1)])
