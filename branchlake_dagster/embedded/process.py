@@ -321,7 +321,8 @@ def launch_server(
     needs that. Raises ServerDidNotStart if the process ends at once.
 
     Does not use subprocess: the server outlives this process on purpose, and a Popen object would warn about
-    that.
+    that. The server does not inherit ignored signals: a shell ignores Ctrl-C in processes in the background,
+    Dagster ignores SIGTERM then too, and a JVM that inherits this cannot be stopped but by a kill.
     """
     make_private_folder(log.parent)
     rotate_by_copy(log)
@@ -337,6 +338,7 @@ def launch_server(
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
+        setsigdef=(signal.SIGINT, signal.SIGTERM),
     )
     start_s = find_start_s(pid)
     if start_s is None:

@@ -307,6 +307,27 @@ def test_stop_insists_when_asking_does_not_help(tmp_path: Path) -> None:
         assert not record.is_alive()
 
 
+def test_a_server_ends_by_sigterm_although_its_starter_ignores_it(tmp_path: Path) -> None:
+    """As Dagster does in a process in the background, where a shell ignores Ctrl-C."""
+    ends = (
+        "trap 'exit 0' TERM; while :; do sleep 0.05; done"  # a shell cannot trap what it inherits as ignored
+    )
+    old_handlers = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        record = process.launch_server(
+            "nessie", ["/bin/sh", "-c", ends], log=tmp_path / "logs" / "log", environment={}, port=1
+        )
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+    status = Path(f"/proc/{record.pid}/status").read_text()
+    (ignored,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    assert process.stop_process(record)
+    assert int(ignored, 16) & (1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1) == 0
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"name": "nessie"}', json.dumps({"pid": 1, "what": "else"}), "\x00\x00"]
 )
