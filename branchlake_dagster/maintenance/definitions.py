@@ -58,7 +58,7 @@ def maintenance_definitions(
             UI. (default: False)
         settings (Optional[Settings]): The settings of the lake. (default: from the environment)
         lakehouse_key (str): The resource key of the lake.
-        prefix (str): A text before the names of jobs and schedules, for a second lake.
+        prefix (str): A text before the names of jobs, schedules and assets, for a second lake.
 
     Returns:
         Definitions: They need the resource of the lake, which `branchlake_definitions` provides.
@@ -101,11 +101,12 @@ def maintenance_definitions(
         )
         for part, one in jobs.items()
     ]
-    assets = [health_asset(key, limits, lakehouse_key=lakehouse_key) for key in keys]
+    assets = [health_asset(key, limits, lakehouse_key=lakehouse_key, prefix=prefix) for key in keys]
     if not assets:
         return Definitions(jobs=list(jobs.values()), schedules=schedules)
     health_job = define_asset_job(
-        f"{prefix}measure_tables", selection=AssetSelection.assets(*map(health_key, keys))
+        f"{prefix}measure_tables",
+        selection=AssetSelection.assets(*(health_key(key, prefix) for key in keys)),
     )
     health_schedule = ScheduleDefinition(
         name=f"{prefix}measure_tables_schedule",

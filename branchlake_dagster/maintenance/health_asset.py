@@ -71,9 +71,9 @@ class HealthLimits:
     delete_files: int = 100
 
 
-def health_key(namespace: Sequence[str]) -> AssetKey:
-    """Return the key of the asset that shows the health of a namespace."""
-    return AssetKey(["table_health", *namespace])
+def health_key(namespace: Sequence[str], prefix: str = "") -> AssetKey:
+    """Return the key of the asset that shows the health of a namespace. `prefix` names a second lake."""
+    return AssetKey([f"{prefix}table_health", *namespace])
 
 
 def health_asset(
@@ -82,14 +82,15 @@ def health_asset(
     *,
     lakehouse_key: str = "lakehouse",
     group_name: str = "maintenance",
+    prefix: str = "",
 ) -> AssetsDefinition:
     """Return the asset that shows the health of the tables in one namespace of `main`.
 
     The metadata of its materializations are sums over all tables, which Dagster plots over time, and a
     Markdown table with a row for each table. Its checks warn; they never block. It writes no table.
-    `lakehouse_key` is the resource key of the lake.
+    `lakehouse_key` is the resource key of the lake. `prefix` comes before the asset's key, for a second lake.
     """
-    key, limits = health_key(namespace), limits or HealthLimits()
+    key, limits = health_key(namespace, prefix), limits or HealthLimits()
     name = ".".join(namespace)
 
     @asset(

@@ -29,7 +29,6 @@ from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.maintenance import maintenance_run
 from branchlake_dagster.maintenance.definitions import ALL_PARTS
-from branchlake_dagster.maintenance.health_asset import health_key
 from branchlake_dagster.maintenance.maintenance_jobs import maintenance_job
 from branchlake_dagster.maintenance.maintenance_result import MaintenancePart, MaintenancePlan
 from branchlake_dagster.maintenance.maintenance_run import plan_maintenance, run_maintenance
@@ -315,8 +314,8 @@ def test_the_definitions_of_a_code_location() -> None:
     )
     merged = branchlake_definitions(Settings(), definitions)
     assert merged.resolve_asset_graph().get_all_asset_keys() == {
-        health_key(("shop",)),
-        health_key(("raw", "sensors")),
+        dg.AssetKey(["second_table_health", "shop"]),
+        dg.AssetKey(["second_table_health", "raw", "sensors"]),
     }
     schedules = {one.name: one for one in definitions.schedules or ()}
     assert set(schedules) == {
