@@ -48,7 +48,6 @@ class MortalNetwork(Network):
     def kill(self) -> None:
         """Kill the present actor."""
         self._dead_actors.add(self._scheduler.current)
-        self.note("killed")
         raise Died
 
     def exchange(self, action: str, changes: bool, deliver: Callable[[], Answer]) -> Answer:

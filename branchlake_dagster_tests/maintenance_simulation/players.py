@@ -552,6 +552,8 @@ class Players:
         producer = _Deleting(Operation.DELETE, transaction, table.io)
         producer.append_data_file(file)
         producer.commit()
+        # Engines that delete by position refuse a retry without the data file. PyIceberg would retry blindly.
+        transaction._snapshot_producers.clear()
         transaction.commit_transaction()
 
     def _write_statistics(self) -> None:

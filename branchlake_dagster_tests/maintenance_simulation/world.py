@@ -231,18 +231,22 @@ class World:
                     missing = self.states.missing_files(location)
                     self.require(not missing, f"{name} has {location}, which lacks {missing}")
 
+    def _kill_actor(self) -> None:
+        self.note("killed")
+        self.network.kill()
+
     def _delete_one(self, original: Callable[..., None], files: WarehouseFiles, path: str) -> None:
         """Delete a file of a collection; the reply may be lost, and the process may be killed."""
         self.scheduler.pause()
         self.network.require_alive()
         fate = self.random.random() if self._kills_at_files and self.scheduler.current else 1.0
         if fate < 0.02:
-            self.network.kill()
+            self._kill_actor()
         self._before_deletion(path)
         original(files, path)
         self.note("file deleted", path.rpartition("/")[2])
         if fate < 0.04:
-            self.network.kill()
+            self._kill_actor()
         if fate < 0.08:
             self.note("reply of a deletion lost")
             raise TimeoutError("no reply")
@@ -252,7 +256,7 @@ class World:
         self.scheduler.pause()
         self.network.require_alive()
         if self._kills_at_files and self.scheduler.current and self.random.random() < 0.02:
-            self.network.kill()
+            self._kill_actor()
         self._before_deletion(location if isinstance(location, str) else location.location)
         original(io, location)
         self.note("file discarded")
