@@ -221,6 +221,40 @@ def test_a_backfill_is_requested_once(
     assert {one.partition_key for one in data.target_subset.iterate_asset_partitions()} == {"b"}
 
 
+def test_a_partition_that_was_deleted_is_not_requested(lakehouse: Lakehouse, namespace: str) -> None:
+    dynamic = dg.DynamicPartitionsDefinition(name=f"{namespace}_days")
+
+    @dg.asset(
+        key=[namespace, "report"],
+        partitions_def=dynamic,
+        metadata=table_metadata(partition_by="day", **FREE),
+    )
+    def report(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"day": [context.partition_key]})
+
+    def reader(*partitions: str) -> StaleReaders:
+        table = f"{namespace}.report"
+        return StaleReaders(
+            (StaleReader(table, report.key, partitions, ("other.t",), ("r",), Recomputation.MATERIALIZE),)
+        )
+
+    with project(lakehouse, report) as p:
+        p.instance.add_dynamic_partitions(f"{namespace}_days", ["a"])
+        run_of(p, report, partition="a")
+        done = Undo((), commit=lakehouse.nessie.reference("main").hash)
+        repositories = [p.definitions.get_repository_def()]
+
+        def request(stale: StaleReaders) -> dict[str, str]:
+            return request_recomputation(p.instance, done, stale, repositories, requested_at=1.0)
+
+        assert request(reader("b")) == {}
+        (backfill_id,) = request(reader("a", "b")).values()
+        (backfill,) = p.instance.get_backfills()
+        assert backfill.backfill_id == backfill_id
+        data = backfill.get_asset_backfill_data(repositories[0].asset_graph)
+        assert {one.partition_key for one in data.target_subset.iterate_asset_partitions()} == {"a"}
+
+
 def test_without_dagster_the_partitions_are_unknown(
     days: tuple[Project, list[dg.AssetsDefinition]], lakehouse: Lakehouse
 ) -> None:
