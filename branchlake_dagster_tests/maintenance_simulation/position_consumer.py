@@ -130,12 +130,15 @@ class PositionConsumer:
         self._states.setdefault(snapshot.snapshot_id, _ReadState(rows, moment))
 
     def _require_legitimate(self, error: ChangeLost, since: Position | None) -> None:
-        """Require that a change is lost only after the time for which positions keep their snapshots."""
+        """Require that a change is lost only after the time for which positions keep their snapshots.
+
+        If the position's snapshot alone has expired, the change is known, but files that it removed are gone.
+        """
         world = self._world
         age = world.now() - self._states[since.snapshot_id].time if since is not None else timedelta(0)
         is_old = age >= timedelta(days=world.lake.settings.position_days)
         world.require(
-            error.loss is LossReason.EXPIRED and is_old,
+            error.loss in (LossReason.EXPIRED, LossReason.FILES_GONE) and is_old,
             f"the change of {INPUT} since {since}, which is {age} old, is lost: {error.loss}",
         )
 
