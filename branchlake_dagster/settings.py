@@ -350,7 +350,7 @@ class Settings(BaseSettings):
     )
     @classmethod
     def _refuse_empty_text(cls, value: object) -> object:
-        # An empty path is the working directory, and an empty address is no server: neither is meant.
+        # An empty path means the working directory, and an empty address names nothing. Nobody intends that.
         if value == "":
             raise ValueError("the value is empty; unset it, or write a path or address")
         return value

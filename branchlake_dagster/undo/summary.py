@@ -72,7 +72,7 @@ def format_publications(undo: Undo) -> str:
     )
 
 
-READER_HEADERS = ("computed from undone rows", "partitions", "read", "by", "gets correct rows")
+READER_HEADERS = ("computed from undone rows", "partitions", "read", "by run", "gets correct rows")
 _RECOMPUTATIONS = {
     Recomputation.BY_ITSELF: "by itself: a sensor or condition launches it",
     Recomputation.REBUILD: "by a rebuild; until then its runs fail with RowsRemoved",
@@ -98,7 +98,7 @@ def list_reader_columns(reader: StaleReader, backfill_id: str | None) -> tuple[s
         reader.table,
         partitions,
         ", ".join(reader.inputs),
-        format_names("run", reader.run_ids),
+        format_first_values(reader.run_ids),
         recomputation,
     )
 

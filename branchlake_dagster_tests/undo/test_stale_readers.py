@@ -28,6 +28,7 @@ from branchlake_dagster.undo.stale_readers import (
     StaleReaders,
     find_stale_readers,
 )
+from branchlake_dagster.undo.summary import list_reader_columns
 from branchlake_dagster.undo.undo_job import undo_job
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -253,6 +254,12 @@ def test_a_partition_that_was_deleted_is_not_requested(lakehouse: Lakehouse, nam
         assert backfill.backfill_id == backfill_id
         data = backfill.get_asset_backfill_data(repositories[0].asset_graph)
         assert {one.partition_key for one in data.target_subset.iterate_asset_partitions()} == {"a"}
+
+
+def test_many_runs_and_partitions_are_a_short_line() -> None:
+    names = tuple(f"n{number}" for number in range(5_000))
+    reader = StaleReader("shop.t", None, names, ("shop.u",), names, Recomputation.UNKNOWN)
+    assert all(len(cell) < 100 for cell in list_reader_columns(reader, None))
 
 
 def test_without_dagster_the_partitions_are_unknown(
