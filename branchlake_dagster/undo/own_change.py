@@ -10,7 +10,8 @@ from pyiceberg.table import Table
 from branchlake_dagster.publication.ledger import Publication
 from branchlake_dagster.publication.table_change import SnapshotChange, TableChange
 from branchlake_dagster.stored_names import find_exclusive_property
-from branchlake_dagster.undo.table_undo import Dependency, DependencyFound, OwnChange, recorded_run_ids
+from branchlake_dagster.undo.table_undo import recorded_run_ids
+from branchlake_dagster.undo.undo_plan import Dependency, DependencyFound, OwnChange
 from branchlake_dagster.wording import CodedReason
 
 _CATALOG_PROPERTIES = "nessie."

@@ -45,13 +45,8 @@ from branchlake_dagster.undo.table_state import (
     require_restorable,
     require_reversible,
 )
-from branchlake_dagster.undo.table_undo import (
-    SPEC_CHANGED,
-    Dependency,
-    DependencyFound,
-    OwnChange,
-    plan_table_undo,
-)
+from branchlake_dagster.undo.table_undo import SPEC_CHANGED, plan_table_undo
+from branchlake_dagster.undo.undo_plan import Dependency, DependencyFound, OwnChange
 from branchlake_dagster.wording import CodedReason, format_names
 
 _MAX_ATTEMPTS = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.ledger import Publication
-from branchlake_dagster.undo.table_undo import Dependency, TableUndo
+from branchlake_dagster.undo.undo_plan import Dependency, TableUndo
 from branchlake_dagster.wording import format_names
 
 

@@ -22,12 +22,8 @@ from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
 from branchlake_dagster.publication.replay import StagedState, build_step_updates, delete_existing_files
 from branchlake_dagster.publication.snapshot_files import convert_delete_files
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.undo.table_undo import (
-    Dependency,
-    DependencyFound,
-    TableUndo,
-    find_returning_deletes,
-)
+from branchlake_dagster.undo.table_undo import find_returning_deletes
+from branchlake_dagster.undo.undo_plan import Dependency, DependencyFound, TableUndo
 from branchlake_dagster.wording import CodedReason
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables import upserts
 from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, to_json
 from branchlake_dagster.tables.specification import TableSpec
-from branchlake_dagster.undo import table_undo
+from branchlake_dagster.undo import later_steps, superseding_steps, table_undo
 from branchlake_dagster.undo.find_publication import (
     PublicationNotFound,
     UndoNotReversible,
@@ -807,11 +808,11 @@ def _follow_nothing(*_: Any) -> None:
     return None
 
 
-BUGS: dict[str, tuple[int, str, Any]] = {
-    "an earlier undo is not known": (2, "_drop_undone_steps", _forget_undone_steps),
-    "every replacement counts as complete": (1, "_supersedes", _supersede_always),
-    "later updates do not count": (7, "_follow_later_step", _follow_nothing),
-    "restored rows meet later updates": (0, "_require_independent_rows", _follow_nothing),
+BUGS: dict[str, tuple[int, ModuleType, str, Any]] = {
+    "an earlier undo is not known": (2, table_undo, "_drop_undone_steps", _forget_undone_steps),
+    "every replacement counts as complete": (1, superseding_steps, "_supersedes", _supersede_always),
+    "later updates do not count": (7, table_undo, "follow_later_step", _follow_nothing),
+    "restored rows meet later updates": (0, later_steps, "_require_independent_rows", _follow_nothing),
 }
 """A planted bug -> the seed of a history that finds it, and what is replaced by what."""
 
@@ -820,8 +821,8 @@ BUGS: dict[str, tuple[int, str, Any]] = {
 def test_the_histories_find_a_planted_bug(
     bench: Workbench, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_seed, name, replacement = BUGS[bug]
-    monkeypatch.setattr(table_undo, name, replacement)
+    first_seed, module, name, replacement = BUGS[bug]
+    monkeypatch.setattr(module, name, replacement)
     found = []
     for seed in range(first_seed, 100):
         try:

@@ -6,6 +6,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -33,9 +34,10 @@ from branchlake_dagster.publication.table_change import (
 )
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, ValueRange
-from branchlake_dagster.undo import table_undo
+from branchlake_dagster.undo import later_steps, table_undo
 from branchlake_dagster.undo.result import UndoRefused
-from branchlake_dagster.undo.table_undo import DependencyFound, OwnChange, TableUndo, plan_table_undo
+from branchlake_dagster.undo.table_undo import plan_table_undo
+from branchlake_dagster.undo.undo_plan import DependencyFound, OwnChange, TableUndo
 from branchlake_dagster_tests.publication.rebase.deleting import (
     commit_deletes,
     delete_at,
@@ -576,10 +578,10 @@ def _forget_replaced_deletes(undo: TableUndo, step: SnapshotChange) -> None:
 
 
 ADD_OWN_STEP = table_undo._add_own_step
-BUGS: dict[str, tuple[int, str, Any]] = {
-    "rewritten files do not count": (9, "_require_live_deletes", lambda *_: None),
-    "later statements do not count": (6, "_require_independent_returns", lambda *_: None),
-    "replaced delete files stay away": (15, "_add_own_step", _forget_replaced_deletes),
+BUGS: dict[str, tuple[int, ModuleType, str, Any]] = {
+    "rewritten files do not count": (9, later_steps, "_require_live_deletes", lambda *_: None),
+    "later statements do not count": (6, later_steps, "_require_independent_returns", lambda *_: None),
+    "replaced delete files stay away": (15, table_undo, "_add_own_step", _forget_replaced_deletes),
 }
 """A planted bug -> the seed of a history that finds it, and what is replaced by what."""
 
@@ -588,8 +590,8 @@ BUGS: dict[str, tuple[int, str, Any]] = {
 def test_the_histories_find_a_planted_bug(
     bench: Workbench, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_seed, name, replacement = BUGS[bug]
-    monkeypatch.setattr(table_undo, name, replacement)
+    first_seed, module, name, replacement = BUGS[bug]
+    monkeypatch.setattr(module, name, replacement)
     for seed in range(first_seed, 100):
         try:
             check_history(bench, seed, RowHistory)
