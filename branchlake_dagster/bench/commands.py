@@ -79,7 +79,7 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
     default=5.0,
     show_default=True,
     type=click.FloatRange(min=0.0),
-    help="Minutes of live ingestion without maintenance, and again with it; 0: none.",
+    help="Minutes of live ingestion with maintenance; first without it, for at most 10. 0: none.",
 )
 def maintenance(
     as_json: bool,
