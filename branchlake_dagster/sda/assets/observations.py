@@ -25,6 +25,8 @@ OBSERVATIONS = dg.AssetKey(["sda", "observations"])
 REJECTED_OBSERVATIONS = dg.AssetKey(["sda", "rejected_observations"])
 _WINDOW_KEYS = ["window_start", "sensor_timestamp", "observation_id"]
 """The window is a key, so that a run looks for its measurements in its own hours only."""
+_WRITE_PROPERTIES = {"write.spark.advisory-partition-size-bytes": str(32 << 20)}
+"""Several of Spark's tasks write the files of a busy hour: each writes about 32 MB of shuffled rows."""
 _REJECTED_KEYS = ["sensor_timestamp", "observation_id"]
 
 
@@ -80,6 +82,7 @@ def observation_assets(
                     keys=_WINDOW_KEYS,
                     when_matched="keep",
                     partition_by="window_start",
+                    properties=_WRITE_PROPERTIES,
                     require_checks=True,
                 )
                 | new_rows
