@@ -197,16 +197,18 @@ def test_an_example_of_a_code_location_loads(
 
 def test_the_architecture_describes_each_package() -> None:
     text = prose(ROOT / "docs" / "architecture.md")
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ", text[: text.index("### Where to find")], re.MULTILINE)
+    packages_text = text[text.index("## Packages") : text.index("## The life of a run")]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ", packages_text, re.MULTILINE)
     described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     packages = {path.parent.name for path in PACKAGES.glob("*/__init__.py")}
     modules = {path.stem for path in PACKAGES.glob("[a-z]*.py")}
     assert packages <= described <= packages | modules
 
 
-def test_the_architecture_names_modules_that_there_are() -> None:
+@pytest.mark.parametrize("page", ["architecture.md", "modules.md"])
+def test_the_named_modules_exist(page: str) -> None:
     folder = PACKAGES
-    for name in re.findall(r"`([\w/]+\.py)`", prose(ROOT / "docs" / "architecture.md")):
+    for name in re.findall(r"`([\w/]+\.py)`", prose(ROOT / "docs" / page)):
         if "/" in name:
             folder = (PACKAGES / name).parent
         # A bare name stands beside the one before it, or at a root.
