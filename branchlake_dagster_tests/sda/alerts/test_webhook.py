@@ -1,4 +1,4 @@
-"""The webhook sensor of docs/fusion.md, as it is printed there."""
+"""The webhook sensor of docs/space-conjunctions.md, as it is printed there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.sda.commands.alert_reader import AlertReader, cursor_of
 from branchlake_dagster_tests.sda.alerts.alert_log import AlertLog, alert_id, entry
 
-PAGE = Path(__file__).parents[3] / "docs" / "fusion.md"
+PAGE = Path(__file__).parents[3] / "docs" / "space-conjunctions.md"
 
 
 class Receiver:
