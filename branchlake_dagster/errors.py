@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.extras import MissingExtra
     from branchlake_dagster.garbage_collection.journal import JournalContended, JournalLost
     from branchlake_dagster.garbage_collection.reachable_files import RootsUnreadable
+    from branchlake_dagster.garbage_collection.shared_warehouse import WarehouseShared
     from branchlake_dagster.garbage_collection.warehouse_files import WarehouseUnreadable
     from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
     from branchlake_dagster.ingest.batch_tables import TypesUnknown
@@ -267,6 +268,7 @@ __all__ = [
     "Unsupported",
     "UnsupportedType",
     "UpsertKeyInvalid",
+    "WarehouseShared",
     "WarehouseUnreadable",
     "format_first_values",
     "without_credentials",
@@ -511,6 +513,7 @@ _ERRORS_BY_MODULE = {
         "JournalLost",
     ),
     "garbage_collection.reachable_files": ("RootsUnreadable",),
+    "garbage_collection.shared_warehouse": ("WarehouseShared",),
     "garbage_collection.warehouse_files": ("WarehouseUnreadable",),
     "history.change": (
         "ChangeLost",

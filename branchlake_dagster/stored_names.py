@@ -359,6 +359,8 @@ class LakeFolder:
 
     HEARTBEATS = "_branchlake/heartbeats"
     PREFIXES = "_branchlake/prefixes"
+    REPOSITORIES = "_branchlake/repositories"
+    """The folder with a file for each Nessie repository that has tables in the warehouse. Since 0.2.0."""
     GARBAGE_COLLECTION = "_branchlake/garbage_collection"
     """The folder with the marker file of the garbage collection, which contains the journal's id.
 

@@ -40,6 +40,7 @@ from branchlake_dagster.catalog.content_store import (
     namespace_key,
     require_namespace,
 )
+from branchlake_dagster.catalog.recorded_repositories import record_repository
 from branchlake_dagster.catalog.stored_files import read_metadata, record_prefixes
 from branchlake_dagster.errors import Unsupported
 from branchlake_dagster.internals.pyiceberg import open_creation
@@ -429,6 +430,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """
         key = self._key(identifier)
         metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
+        self.record_repository()
         self._put_table(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
         return self.load_table(key.elements)
 
@@ -438,11 +440,22 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """Record in the warehouse where files of a table are written (see `stored_files.list_prefixes`).
 
         Code that writes files of a table which this catalog has only loaded must call this before it writes.
-        Raises OSError.
+        The Nessie repository is recorded as well (see `record_repository`). Raises OSError and NessieError.
         """
+        self.record_repository()
         warehouse = self.properties.get(WAREHOUSE_LOCATION)
         if warehouse:
             record_prefixes(self._warehouse_io, warehouse, metadata)
+
+    def record_repository(self) -> None:
+        """Record in the warehouse that this Nessie repository has tables there.
+
+        Then a collection of another Nessie repository deletes no files of that warehouse. Costs a request to
+        Nessie and one to the storage, once per process and warehouse. Raises OSError and NessieError.
+        """
+        warehouse = self.properties.get(WAREHOUSE_LOCATION)
+        if warehouse:
+            record_repository(self._warehouse_io, warehouse, self._store.client)
 
     @cached_property
     def _warehouse_io(self) -> FileIO:

@@ -11,6 +11,9 @@ The order of a pass makes it safe against commits that happen meanwhile:
    whose size or time has changed, or that is reachable or claimed now, is kept.
 6. The orphans that are not in an open plan are journaled as a new plan.
 
+If another Nessie repository is recorded in the warehouse, the pass ends as well. Its files would look
+unreachable.
+
 If heartbeats or folders cannot be read, or the storage does not answer for metadata, the pass ends, and no
 further file is deleted. If a metadata file of a table in the warehouse is missing or damaged, the pass
 plans and deletes nothing.
@@ -60,6 +63,7 @@ from branchlake_dagster.garbage_collection.live_history import CLOCK_TOLERANCE, 
 from branchlake_dagster.garbage_collection.metadata_cache import CACHE_FILE, MetadataCache
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule
 from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles, conventional_folders
+from branchlake_dagster.garbage_collection.shared_warehouse import require_sole_repository
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.garbage_collection.writer_claims import find_living_writers, load_claims
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -108,6 +112,8 @@ class _Pass:
     """The folder at which the next pass begins to list; empty if all were listed."""
     deadline: float = math.inf
     """The end of the budget, by `monotonic`. The budget begins when all live states are marked."""
+    repository_created_at: str | None = None
+    """When the Nessie repository was created, as Nessie writes it; None in a dry run, or if it is unknown."""
     batch_count: int = 0
     """The number of batches of planned files that were begun."""
     _borrowed_folders: frozenset[str] = frozenset()
@@ -255,8 +261,10 @@ class FileCollector:
     def plan(self) -> CollectionPlan:
         """Find the files that a pass would plan to delete. Nothing is journaled or deleted.
 
-        Raises JournalLost, HeartbeatsUnreadable, RootsUnreadable, WarehouseUnreadable and NessieError.
+        Raises WarehouseShared, JournalLost, HeartbeatsUnreadable, RootsUnreadable, WarehouseUnreadable and
+        NessieError.
         """
+        self._require_sole_repository()
         self.journal.verify(self.journal.read_marker())
         now = self._now()
         with CandidateSpool(keyer := LocationKeyer()) as spool:
@@ -272,6 +280,7 @@ class FileCollector:
         warehouse names another journal. Raises the errors of `plan`, and JournalContended if other
         collections keep changing the journal; after an error no further file is deleted.
         """
+        repository_created_at = self._require_sole_repository()
         pass_id = uuid.uuid4().hex
         clocks = [self._now(), self.journal.open(adopt=adopt_journal)]
         self.journal.record_event(pass_id, "started", min(clocks), details=self.rules.to_json())
@@ -280,6 +289,7 @@ class FileCollector:
         remove_ended_tags(self._client, now)
         with CandidateSpool(keyer := LocationKeyer()) as spool:
             one = self._begin(pass_id, now, keyer)
+            one.repository_created_at = repository_created_at
             self._list_and_mark(one, spool)
             # Read first: the files that are deleted now were listed, and are in no open plan afterwards.
             planned_paths = self.journal.load_planned_paths()
@@ -308,9 +318,10 @@ class FileCollector:
 
         `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. For a file, reads
         the metadata of all live states; files that cannot be read are in `FileExplanation.unreadable`.
-        Raises NessieError, WarehouseUnreadable, JournalLost, and ConfigurationError for a malformed moment,
-        a folder, or a location in another storage than the warehouse.
+        Raises NessieError, WarehouseUnreadable, WarehouseShared, JournalLost, and ConfigurationError for a
+        malformed moment, a folder, or a location in another storage than the warehouse.
         """
+        self._require_sole_repository()
         self.journal.verify(self.journal.read_marker())
         now = self._now()
         history = LiveHistory(self._client, self.rules.horizon, now, progress=self._progress)
@@ -338,6 +349,15 @@ class FileCollector:
         )
 
     # -- a pass ----------------------------------------------------------------------------------------
+
+    def _require_sole_repository(self) -> str | None:
+        """Return when this Nessie repository was created, as Nessie writes it. Raises WarehouseShared.
+
+        Asks the server each time: a client may be older than the repository behind its address.
+        """
+        created_at = self._client.config().repository_created_at
+        require_sole_repository(self._files, created_at)
+        return created_at
 
     def _read_journal_time(self) -> list[datetime]:
         """Return the time of the newest commit on the journal branch, by Nessie's clock, as a list of one.
@@ -572,6 +592,7 @@ class FileCollector:
             if one.batch_count and one.is_over_budget:
                 return replace(result, state="open")
             one.batch_count += 1
+            require_sole_repository(self._files, one.repository_created_at)
             one.mark_new_states()
             if one.is_blocked:
                 return replace(result, state="open")

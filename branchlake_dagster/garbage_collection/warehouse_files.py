@@ -32,6 +32,7 @@ from pyarrow.fs import (
 from pyiceberg.io import load_file_io
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from branchlake_dagster.catalog.recorded_repositories import RecordedRepository, load_repositories
 from branchlake_dagster.catalog.stored_files import MIN_LISTED_FILES, is_chosen_name, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, Transient, Unsupported
 from branchlake_dagster.garbage_collection.s3_deletion import (
@@ -223,6 +224,16 @@ class WarehouseFiles:
                 hint="Nothing was deleted. Run the collection again when the storage answers.",
             ) from error
         return folders
+
+    def load_repositories(self) -> tuple[RecordedRepository, ...]:
+        """Load the Nessie repositories that are recorded in the warehouse. Raises WarehouseUnreadable."""
+        try:
+            return load_repositories(self._io, self.location)
+        except OSError as error:
+            raise WarehouseUnreadable(
+                f"The recorded repositories of {self.location} cannot be read: {type(error).__name__}.",
+                hint="Nothing was deleted. Run the collection again when the storage answers.",
+            ) from error
 
     def _list_subfolders(self, path: str) -> list[str]:
         if self.is_local:

@@ -6,6 +6,7 @@ Iceberg REST catalog.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -13,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from pyarrow import ArrowException
 from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.embedded.rest_catalog import serves_rest
 from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
 from branchlake_dagster.nessie.errors import Breaker, RetryBudget, RetryPolicy
 from branchlake_dagster.nessie.transport import GuardedTransport, HttpTransport
@@ -44,6 +47,8 @@ def sql_name(key: Sequence[str]) -> str:
         part if re.fullmatch(r"[a-z_][a-z0-9_]*", part) else quote_sql_name(part) for part in parts
     )
 
+
+_log = logging.getLogger(__name__)
 
 MAIN = "main"
 """The branch that readers of the lake see."""
@@ -171,8 +176,14 @@ class Lakehouse:
     def spark_session(self, ref: str = MAIN, *, conf: Mapping[str, str] | None = None) -> SparkSession:
         """Open a new Spark session whose catalog `nessie` reads and writes at `ref`.
 
-        `conf` has settings of the session, which replace the defaults.
+        `conf` has settings of the session, which replace the defaults. The session may write without this
+        package's catalog, so the repository is recorded first (see `NessieCatalog.record_repository`).
         """
+        try:
+            self.catalog().record_repository()
+        except (BranchlakeError, OSError, ValueError, ArrowException) as error:
+            # A session may only read, with rights that allow no more. The next process tries again.
+            _log.warning("The Nessie repository was not recorded in the warehouse: %s", error)
         if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
             end_idle_daemons(server)
         return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})

@@ -97,7 +97,7 @@ class NessieClient:
     # -- references ------------------------------------------------------------------------------------
 
     def config(self) -> ServerConfig:
-        """Return the server's default branch, its versions and the hash that precedes every commit."""
+        """Return the server's default branch and versions, and what identifies the repository."""
         return self._read("config", codec.parse_server_config, action="read its configuration")
 
     @cached_property

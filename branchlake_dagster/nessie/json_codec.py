@@ -229,6 +229,7 @@ def parse_server_config(data: JsonObject) -> ServerConfig:
         spec_version=data.get("specVersion") or "unknown",
         max_supported_api_version=data["maxSupportedApiVersion"],
         no_ancestor_hash=data["noAncestorHash"],
+        repository_created_at=data.get("repositoryCreationTimestamp"),
     )
 
 

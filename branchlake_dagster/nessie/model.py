@@ -287,12 +287,18 @@ class ContentEntry:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of the server. `no_ancestor_hash` is the hash that precedes every commit."""
+    """The configuration of the server. `no_ancestor_hash` is the hash that precedes every commit.
+
+    `repository_created_at` is the time at which the repository was created, as the server writes it, with
+    nanoseconds. It identifies the repository: restarts and copies of its database keep it. None if the server
+    does not send it.
+    """
 
     default_branch: str
     spec_version: str
     max_supported_api_version: int
     no_ancestor_hash: str
+    repository_created_at: str | None = None
 
 
 @dataclass(frozen=True)

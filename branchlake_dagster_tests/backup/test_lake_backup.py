@@ -14,15 +14,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from branchlake_dagster.backup.backup_record import list_backups
 from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed, NotBackedUpHere, RestoreRefused
 from branchlake_dagster.backup.lake_backup import LakeBackup, load_backup
 from branchlake_dagster.backup.lake_restore import restore_lake
+from branchlake_dagster.catalog import recorded_repositories
+from branchlake_dagster.catalog.recorded_repositories import RecordedRepository, load_repositories
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
@@ -40,6 +44,10 @@ def rows(*numbers: int) -> pa.Table:
 
 def count_rows(lake: Lakehouse) -> int:
     return len(lake.catalog("main").load_table(TABLE).scan().to_arrow())
+
+
+def load_recorded(lake: Lakehouse) -> tuple[RecordedRepository, ...]:
+    return load_repositories(PyArrowFileIO(), lake.settings.warehouse_uri)
 
 
 def clock(first: datetime = START) -> Callable[[], datetime]:
@@ -73,6 +81,8 @@ def test_backups_during_writes_are_consistent_and_restorable(
 ) -> None:
     folder, stop = tmp_path / "backups", threading.Event()
     written: list[int] = []
+    created_at = lake.nessie.config().repository_created_at
+    assert [one.created_at for one in load_recorded(lake)] == [created_at]
 
     def write() -> None:
         table = lake.catalog("main").load_table(TABLE)
@@ -108,10 +118,18 @@ def test_backups_during_writes_are_consistent_and_restorable(
     assert len(restored.moved) == len(backups[0].record.parts)
     assert lake.nessie.reference("main").hash == restored.main_hash == backups[0].record.main_hash
     assert count_rows(lake) == counts[0]
+    recorded_repositories._recorded.clear()  # as in a new process
     lake.catalog("main").load_table(TABLE).append(rows(7))
     assert count_rows(lake) == counts[0] + 1
+    # After a restart and a restore, it is the same repository.
+    assert lake.nessie.config().repository_created_at == created_at
+    assert [one.created_at for one in load_recorded(lake)] == [created_at]
     for path in restored.moved:
         shutil.rmtree(path)
+
+
+def test_a_new_repository_has_another_creation_time(lake: Lakehouse, client: NessieClient) -> None:
+    assert lake.nessie.config().repository_created_at != client.config().repository_created_at
 
 
 def test_a_damaged_file_is_found_and_a_table_outside_the_warehouse_is_recorded(

@@ -35,6 +35,7 @@ SHOWN_ALONE = {
 NOT_STORED = {
     "_branchlake/changes": "a change table's folder; it goes with the branch of its run",
     "_branchlake/garbage_collection": "on a collected lake, which version 0.1.0 did not have",
+    "_branchlake/repositories": "on a lake that has written, which version 0.1.0 did not record",
     "branchlake.journal_id": "on the journal of a collection, which version 0.1.0 did not have",
     "_branchlake/doctor": "what `branchlake doctor` writes and removes",
     ".dagster/branchlake_reported": "on a run while a publisher reports many partitions, gone afterwards",

@@ -25,6 +25,7 @@ from branchlake_dagster.nessie.errors import RetryBudget, RetryPolicy
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeFolder
 from branchlake_dagster.tables.location_keys import canonical_location
 from branchlake_dagster_tests.maintenance_simulation.stored_states import NessieBackup
 from branchlake_dagster_tests.suite.memory import NamedTransport, SharedNessie
@@ -200,6 +201,17 @@ def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> Collec
     made = CollectedLake(folder, server, lake, client)
     ensure_main_has_commit(client)
     return made
+
+
+def repository_records(lake: CollectedLake) -> list[Path]:
+    """The files in the warehouse that record Nessie repositories."""
+    return sorted(lake.root.glob(f"{LakeFolder.REPOSITORIES}/*"))
+
+
+def forget_repositories(lake: CollectedLake) -> None:
+    """Delete the files that record repositories, as a person may do."""
+    for path in repository_records(lake):
+        path.unlink()
 
 
 def trust_modification_times(monkeypatch: pytest.MonkeyPatch) -> None:

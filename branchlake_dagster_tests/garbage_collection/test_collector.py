@@ -30,6 +30,7 @@ from branchlake_dagster.errors import (
     NessieUnavailable,
     RootsUnreadable,
     StoredFileDamaged,
+    WarehouseShared,
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
@@ -67,6 +68,7 @@ from branchlake_dagster_tests.garbage_collection.collected_lake import (
     DAY,
     CollectedLake,
     SavedLake,
+    forget_repositories,
     open_lake,
 )
 from branchlake_dagster_tests.suite.raised import raising
@@ -1101,10 +1103,16 @@ def test_a_warehouse_of_another_nessie_is_left_alone(lake: CollectedLake, tmp_pa
     lake.age()
     lake.collector(ago=2 * DAY).run()
     other = open_lake(tmp_path / "other", {"warehouse": f"file://{lake.root}"})
+    with pytest.raises(WarehouseShared):
+        other.collector().run()
+    forget_repositories(lake)
     with pytest.raises(JournalLost) as raised:
         other.collector().run()
     assert raised.value.reason == "no_journal"
     other.collector(ago=2 * DAY).journal.open(adopt=True)
+    with pytest.raises(WarehouseShared):
+        lake.collector().run()
+    forget_repositories(lake)
     with pytest.raises(JournalLost) as raised:
         lake.collector().run()
     assert raised.value.reason == "other_journal"

@@ -32,6 +32,7 @@ from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid, SnapshotExpirer
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.journal import JournalLost
+from branchlake_dagster.garbage_collection.shared_warehouse import WarehouseShared
 from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.errors import ReferenceNotFound
@@ -437,6 +438,9 @@ class Players:
                 is_expected = world.lost_files or world.is_journal_behind
                 world.require(is_expected, f"a collection reports {error!r}")
                 world.note("journal lost")
+                return
+            except WarehouseShared as error:
+                world.require(False, f"a collection reports {error!r}")
                 return
             metrics = result.plan.metrics
             unreadable = {*metrics.unreadable, *metrics.unreadable_states}

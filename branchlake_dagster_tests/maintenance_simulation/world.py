@@ -32,7 +32,9 @@ from branchlake_dagster.catalog import stored_files
 from branchlake_dagster.cleanup import sweeper
 from branchlake_dagster.compaction import compaction_branch, compactor, open_runs, row_proof
 from branchlake_dagster.garbage_collection import warehouse_files
+from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.journal import CollectionJournal
+from branchlake_dagster.garbage_collection.shared_warehouse import require_sole_repository
 from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles
 from branchlake_dagster.history import manifests
 from branchlake_dagster.internals.pyiceberg import _CachingTransaction
@@ -134,6 +136,8 @@ class World:
     def furnish(self) -> None:
         """Create the tables on `main`."""
         ensure_main_has_commit(self.calm_lake.nessie)
+        for lake in (self.calm_lake, self.lake):
+            lake.catalog().record_repository()
         bench = Workbench(self.calm_lake, NAMESPACE)
         for number, name in enumerate(TABLES):
             spec = FLAT if self.random.random() < 0.3 else BY_DAY
@@ -269,6 +273,10 @@ class World:
         self.marker_passes += 1
         return self.now()
 
+    def _require_sole_repository(self, *_: FileCollector) -> str | None:
+        require_sole_repository(WarehouseFiles.from_settings(self.lake.settings), self.server.created_at)
+        return self.server.created_at
+
     def _load_journal(
         self,
         journal: CollectionJournal,
@@ -325,6 +333,8 @@ class World:
             (compactor, "datetime", simulated_now),
             (file_copy, "_copy_file", lambda *arguments: (self.scheduler.pause(), copy_file(*arguments))[1]),
             (row_proof, "checksum_files", partial(checksum_in_memory, self.lake)),
+            # Without a request, whose faults would show nothing: an error of Nessie ends the pass.
+            (FileCollector, "_require_sole_repository", self._require_sole_repository),
             (Lakehouse, "spark_session", lambda _, ref: SimulatedSession(ref)),
             (CollectionJournal, "_load", lambda *args, **named: self._load_journal(*args, **named)),
             (

@@ -5,6 +5,7 @@ The simulation is worth as much as this suite: whatever it uses of Nessie has it
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -164,6 +165,10 @@ NOTHING_TO_DO: Outcome = (False, True, [])
 def test_config_and_an_empty_branch(nessie: NessieClient) -> None:
     config = nessie.config()
     assert config.default_branch == "main"
+    created_at = str(config.repository_created_at)
+    assert datetime.fromisoformat(created_at) < datetime.now(UTC)
+    assert re.search(r"\.\d{3,9}Z\Z", created_at)
+    assert nessie.config().repository_created_at == created_at
     empty = nessie.create_branch(
         f"test/{uuid.uuid4().hex}", from_ref="main", from_hash=config.no_ancestor_hash
     )

@@ -36,6 +36,10 @@ class InMemoryNessie:
 
     def __init__(self, *, clock: Callable[[], datetime] | None = None, seed: int = 0) -> None:
         self.history = History(clock=clock or ticking_clock(), seed=seed)
+        seconds, nanoseconds = divmod(seed, 10**9)
+        created_at = datetime(2020, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds % 10**8)
+        self.created_at: str | None = f"{created_at:%Y-%m-%dT%H:%M:%S}.{nanoseconds:09}Z"
+        """When the repository was created. Unlike the real server's, it follows from the seed."""
 
     def answer(self, method: str, path: str, params: Mapping[str, str], body: Json | None) -> Answer:
         """The status and the JSON of the answer; `path` is relative to the API's address."""
@@ -53,6 +57,7 @@ class InMemoryNessie:
                     "specVersion": "2.2.0",
                     "maxSupportedApiVersion": 2,
                     "noAncestorHash": EMPTY,
+                    "repositoryCreationTimestamp": self.created_at,
                 }
             case ("GET", "trees"):
                 return listing.references_page(self.history, params)
