@@ -33,8 +33,8 @@ def require_sole_repository(files: WarehouseFiles, created_at: str | None) -> No
             )
         if recorded.created_at != created_at:
             raise WarehouseShared(
-                f"The warehouse has files of another Nessie repository than {created_at or 'this one'}:"
-                f" {_describe(recorded)}.",
+                f"The warehouse has files of {_describe(recorded)}. That is not the repository of this lake,"
+                f" which was created at {created_at or 'an unknown time'}.",
                 reason="other_repository",
                 subject=recorded.location,
                 hint="Nothing was deleted, and plans stay open. Give each repository its own warehouse. If"
@@ -44,7 +44,14 @@ def require_sole_repository(files: WarehouseFiles, created_at: str | None) -> No
 
 
 def _describe(recorded: RecordedRepository) -> str:
-    address = f" at {recorded.nessie_uri}" if recorded.nessie_uri else ""
-    host = f" (used from host {recorded.host})" if recorded.host else ""
-    since = f", recorded at {recorded.recorded_at}" if recorded.recorded_at else ""
-    return f"the one that was created at {recorded.created_at}{address}{host}{since}"
+    details = [
+        f"{label} {value}"
+        for label, value in (
+            ("address", recorded.nessie_uri),
+            ("used on host", recorded.host),
+            ("recorded at", recorded.recorded_at),
+        )
+        if value
+    ]
+    suffix = f" ({', '.join(details)})" if details else ""
+    return f"the Nessie repository that was created at {recorded.created_at}{suffix}"

@@ -179,6 +179,7 @@ class Lakehouse:
         `conf` has settings of the session, which replace the defaults. The session may write without this
         package's catalog, so the repository is recorded first (see `NessieCatalog.record_repository`).
         """
+        endpoints = self.endpoints()  # starts Nessie and Spark at the same time
         try:
             self.catalog().record_repository()
         except (BranchlakeError, OSError, ValueError, ArrowException) as error:
@@ -186,7 +187,7 @@ class Lakehouse:
             _log.warning("The Nessie repository was not recorded in the warehouse: %s", error)
         if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
             end_idle_daemons(server)
-        return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})
+        return open_session(self.settings, endpoints, ref=ref, conf=conf or {})
 
 
 def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:

@@ -16,6 +16,8 @@ from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.maintenance.maintenance_result import MaintenancePart
+from branchlake_dagster.maintenance.maintenance_run import plan_maintenance, run_maintenance
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
 from branchlake_dagster_tests.garbage_collection.collected_lake import (
@@ -88,6 +90,14 @@ def test_files_of_another_lake_are_kept(
     # What an unnoticed second repository would have lost:
     monkeypatch.setattr(collector_module, "require_sole_repository", lambda *_: None)
     assert path in lake.collect()
+
+
+def test_a_maintenance_reports_the_other_repository(lake: CollectedLake, tmp_path: Path) -> None:
+    open_other_lake(lake, tmp_path).create()
+    parts = [MaintenancePart.COLLECTION]
+    for done in (plan_maintenance(lake.lake, parts), run_maintenance(lake.lake, parts)):
+        assert type(done.errors[MaintenancePart.COLLECTION]) is WarehouseShared
+        assert done.collection is None
 
 
 def test_a_single_lake_is_collected(lake: CollectedLake) -> None:
