@@ -153,7 +153,9 @@ def _find_mistakes(
         except ConfigurationError as error:
             yield key, f"{error.message} {error.hint or ''}".rstrip()
             continue
-        if why := _find_dimension_mistake(spec, node.partitions_def):
+        if why := _find_dimension_mistake(
+            spec, node.partitions_def, consumes_changes=AssetMetadata.CONSUMES in node.metadata
+        ):
             yield key, why
         for name in sorted(
             metadata_key for metadata_key in node.metadata if metadata_key.startswith(_PREFIX)
@@ -324,14 +326,21 @@ def _has_same_windows(
     )
 
 
-def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
+def _find_dimension_mistake(spec: TableSpec, definition: Any, *, consumes_changes: bool) -> str | None:
     """Return, as a clause, why the asset's partitions and its partition columns do not match.
 
-    None if they match, or if the asset lacks either. `definition` is the asset's partitions definition or
-    None.
+    None if they match. `definition` is the asset's partitions definition or None. An asset that consumes
+    changes (`consumes_changes`) chooses its write mode in each run.
     """
-    if not spec.columns_by_dimension or definition is None:
+    if not spec.columns_by_dimension:
         return None
+    if definition is None:
+        if spec.write_mode != "replace_partitions" or consumes_changes:
+            return None
+        return (
+            "it names a partition column, but has no partitions, so each run would replace the whole table."
+            " Give it a partitions_def, or name columns that only split its files in layout."
+        )
     columns = spec.columns_by_dimension.keys()
     if not isinstance(definition, MultiPartitionsDefinition):
         if "" in columns:
@@ -351,6 +360,8 @@ def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
         verb, pronoun = pluralize(len(missing), "has", "have"), pluralize(len(missing), "it", "them")
         dimensions = format_names("dimension", sorted(missing))
         return f"its {dimensions} {verb} no column. Add {pronoun} to partition_by."
+    if len({*spec.columns_by_dimension.values()}) < len(columns):
+        return f"its dimensions {listed} share a column. Name a column for each of them in partition_by."
     return None
 
 

@@ -52,7 +52,7 @@ from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import quote_spark_name, translate_refusals
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.tables import arrow_frames, spark_frames
-from branchlake_dagster.tables.errors import TableMissing, UnsupportedType
+from branchlake_dagster.tables.errors import PartitionMismatch, TableMissing, UnsupportedType
 from branchlake_dagster.tables.selection import (
     Condition,
     Selection,
@@ -199,7 +199,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         SchemaMismatch: The frame does not fit the table. Only new nullable columns and, with the setting
             `widen_columns`, wider types are allowed.
         ColumnsFrozen: The frame would change columns that `table_metadata(columns="freeze")` keeps.
-        PartitionMismatch: The frame has rows outside the run's partitions.
+        PartitionMismatch: The frame has rows outside the run's partitions, or the run has no partitions.
         ConfigurationError: The asset's metadata is contradictory, or its table is not stored as Parquet.
         UpsertKeyInvalid: A key of an upsert is null, is missing or occurs twice.
         TableMissing: An input has no table on the branch.
@@ -245,6 +245,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._table_spec(context, definition)
+        if obj is not None:
+            _require_partitions_of_run(context, spec)
         self.lakehouse.require_writable()
         with self._fenced():
             request = WriteRequest(
@@ -422,6 +424,27 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             if self.lakehouse.run_branch is not None:
                 self.lakehouse.run_branch.load_head()
             raise
+
+
+def _require_partitions_of_run(context: OutputContext, spec: TableSpec) -> None:
+    """Raise PartitionMismatch if nothing limits the rows that a write of partitions may replace.
+
+    Dagster starts a run without partitions of a partitioned asset, for example for a request of a sensor
+    without a partition key. An asset without partitions can still name a partition column. An asset that
+    consumes changes chooses its write mode in each run.
+    """
+    if context.has_asset_partitions:
+        return
+    if context.step_context.has_asset_partitions_for_output(context.name):
+        raise PartitionMismatch.of_run_without_partitions(context.asset_key.to_user_string(), spec.name)
+    if spec.write_mode == "replace_partitions" and AssetMetadata.CONSUMES not in context.definition_metadata:
+        raise PartitionMismatch(
+            "The asset has no partitions, so replace_partitions would replace the whole table.",
+            table=spec.name,
+            hint="Give the asset a partitions_def. Or declare write_mode='replace_table', and columns that"
+            " only split its files with table_metadata(layout=[…]).",
+            reason="no_partitions",
+        )
 
 
 def _row_partitions(

@@ -16,6 +16,7 @@ from branchlake_dagster.internals.pyiceberg import commit_files
 from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables import replaced_rows
+from branchlake_dagster.tables.errors import PartitionMismatch
 from branchlake_dagster.tables.selection import select_partitions
 from branchlake_dagster.tables.specification import TableSpec, format_table_name, parse_table_spec
 
@@ -53,6 +54,7 @@ def commit_worker_files(
             earlier attempt of the step. Nothing was committed; retry the step.
         ConfigurationError: `table` was loaded from another branch than the run's (reason `other_branch`), or
             is the table of another asset (`other_table`). Nothing was committed.
+        PartitionMismatch: The asset has partitions, and the run has none. Nothing was committed.
 
     Examples:
         .. code-block:: python
@@ -77,6 +79,8 @@ def commit_worker_files(
     )
     _require_own_table(table, spec, lakehouse, asset_key)
     is_partitioned = context.has_partition_key or context.has_partition_key_range
+    if definition is not None and not is_partitioned:
+        raise PartitionMismatch.of_run_without_partitions(asset_key.to_user_string(), spec.name)
     partition_keys = tuple(context.partition_keys) if is_partitioned else ()
     step = context.op_execution_context.get_step_execution_context()
     return commit_files(

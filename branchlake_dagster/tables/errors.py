@@ -62,7 +62,20 @@ class ColumnUnsupported(BranchlakeError, Terminal):
 
 
 class PartitionMismatch(BranchlakeError, Terminal):
-    """The written frame has rows outside the partitions of the run."""
+    """The written frame has rows outside the partitions of the run, or the run has no partitions.
+
+    The `reason` is `no_partitions` if a run without partitions writes a partitioned asset.
+    """
+
+    @classmethod
+    def of_run_without_partitions(cls, asset: str, table: str) -> Self:
+        """Return the error for a run without partitions that writes a partitioned asset."""
+        return cls(
+            f"Asset {asset} has partitions, but the run has none. It could replace rows of every partition.",
+            table=table,
+            hint="Launch the asset for a partition, or for a range of partitions.",
+            reason="no_partitions",
+        )
 
 
 class UpsertKeyInvalid(BranchlakeError, Terminal):

@@ -647,3 +647,45 @@ def test_an_input_has_the_columns_that_its_metadata_names(
         assert seen[0].columns == ["c", "a"]
         p.run(wrong.key, ok=False)
         failed_with(p, ConfigurationError, "d", f"{namespace}.t")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition_by": "ts"},
+        {"partition_by": "ts", "write_mode": "append"},
+        {"partition_by": "ts", "write_mode": "upsert", "keys": ["ts"]},
+    ],
+    ids=["replace_partitions", "append", "upsert"],
+)
+def test_a_run_without_partitions_writes_no_rows_of_a_partitioned_asset(
+    lakehouse: Lakehouse, namespace: str, options: dict[str, Any]
+) -> None:
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=HOURLY,
+        metadata=table_metadata(require_checks=False, **options),
+    )
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"ts": [at(3 if context.has_partition_key else 4)]})
+
+    with project(lakehouse, t) as p:
+        p.settle(p.run(partition="2026-08-08-03:00"))
+        main = lakehouse.nessie.reference("main").hash
+        p.run(ok=False)
+
+        failed_with(p, PartitionMismatch)
+        assert lakehouse.nessie.reference("main").hash == main
+        assert [row["ts"] for row in p.rows(namespace, "t")] == [at(3)]
+
+
+def test_partitions_are_replaced_only_by_assets_that_have_partitions(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(partition_by="kind", require_checks=False))
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"kind": ["a"]})
+
+    with project(lakehouse, t) as p:
+        p.run(ok=False)
+        failed_with(p, PartitionMismatch)

@@ -182,6 +182,14 @@ MISTAKES = {
         ),
         ["colour", "day, kind"],
     ),
+    "a column of two dimensions": (
+        asset(partitions_def=SHELVES, metadata=table_metadata(partition_by={"day": "kind", "kind": "kind"})),
+        ["day, kind", "partition_by"],
+    ),
+    "a partition column without partitions": (
+        asset(metadata=table_metadata(partition_by="day")),
+        ["partitions_def", "layout"],
+    ),
     "dimensions where there is one": (
         asset(partitions_def=DAYS, metadata=table_metadata(partition_by={"day": "ts"})),
         ["- t:", "column", "dimension"],
