@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, time
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -19,7 +23,7 @@ from pyiceberg.types import TimestampType
 from branchlake_dagster.errors import format_first_values
 from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.tables.schemas import stored_schema
+from branchlake_dagster.tables.schemas import is_list_type, stored_schema
 from branchlake_dagster.tables.selection import Selection, Values, count_rows_outside, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.wording import format_names, pluralize
@@ -160,6 +164,7 @@ def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.T
 
 def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> pa.ChunkedArray:
     try:
+        column = _to_plain_layout(column)
         if _has_long_offsets(column.type) and not _has_long_offsets(field.type):
             parts = [part for chunk in column.chunks for part in _narrow_offsets(chunk, field.type)]
             return pa.chunked_array(parts, type=field.type)
@@ -237,7 +242,7 @@ def _convert_series(
         else None
     )
     try:
-        return pa.Array.from_pandas(series, type=map_type)
+        column = pa.Array.from_pandas(series, type=map_type)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         hint = "Convert all its values to one type with .astype(…) in the asset."
         if map_type is not None:
@@ -248,6 +253,122 @@ def _convert_series(
             table=table_name,
             hint=hint,
         ) from error
+    _require_unchanged_objects(series, column.type, column_name, table_name)
+    return column
+
+
+def _require_unchanged_objects(
+    series: pd.Series[Any], kind: pa.DataType, column_name: str, table_name: str
+) -> None:
+    """Raise ColumnUnsupported if the conversion to Arrow's type `kind` changed some of the Python objects.
+
+    Arrow often takes the type of a column from its first values. Then it removes times of day in a column of
+    dates, reads wall clocks among moments as UTC, and removes nanoseconds, zones of times, and fractions.
+    """
+    if series.dtype != object or not _may_change_objects(kind):
+        return
+    for value in series:
+        if _is_changed_by_arrow(value, kind):
+            raise ColumnUnsupported(
+                f"Column {column_name} (object) has values of different types, or of too many digits:"
+                f" {kind} would change {repr(value)[:80]}.",
+                table=table_name,
+                hint="Convert all its values to one type in the asset. Timestamps have microseconds, and"
+                " times of day have no time zone.",
+                reason="value_changed",
+                subject=column_name,
+            )
+
+
+def _may_change_objects(kind: pa.DataType) -> bool:
+    """Return whether Arrow may change Python objects when it converts them to `kind`, or to a part of it."""
+    if pa.types.is_map(kind):  # the type of the table's column, not one that Arrow chose for the values
+        return True
+    if is_list_type(kind) or pa.types.is_struct(kind):
+        return any(_may_change_objects(kind.field(i).type) for i in range(kind.num_fields))
+    return bool(pa.types.is_temporal(kind) or pa.types.is_binary(kind))
+
+
+def _is_changed_by_arrow(value: Any, kind: pa.DataType) -> bool:
+    """Return whether Arrow changes a Python value when it converts the value to `kind`."""
+    if pa.types.is_map(kind) and isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        kinds = (kind.key_type, kind.item_type)
+        return any(any(map(_is_changed_by_arrow, pair, kinds)) for pair in pairs)
+    if pa.types.is_struct(kind) and isinstance(value, Mapping):
+        return any(_is_changed_by_arrow(value.get(field.name), field.type) for field in kind)
+    if is_list_type(kind) and isinstance(value, list | tuple | set | frozenset | np.ndarray):
+        return any(_is_changed_by_arrow(element, kind.value_type) for element in value)
+    if pa.types.is_nested(kind) or value is None or value is pd.NaT:
+        return False
+    if pa.types.is_temporal(kind):
+        return _is_time_changed(value, kind)
+    if pa.types.is_integer(kind):
+        is_number = isinstance(value, float | np.floating | Decimal) and math.isfinite(value)
+        return is_number and value != int(value)
+    if pa.types.is_float32(kind):
+        return isinstance(value, float) and math.isfinite(value) and float(np.float32(value)) != value
+    return isinstance(
+        value, str if pa.types.is_binary(kind) else bytes
+    ) and not pa.types.is_fixed_size_binary(kind)
+
+
+def _is_time_changed(value: Any, kind: pa.DataType) -> bool:
+    """Return whether Arrow changes a Python value when it converts it to a date, time or timestamp."""
+    if isinstance(value, int | float):
+        return not math.isnan(value)
+    if isinstance(value, np.datetime64):
+        unit = "D" if pa.types.is_date(kind) else getattr(kind, "unit", "us")
+        has_zone = getattr(kind, "tz", None) is not None
+        return bool(not np.isnat(value) and (has_zone or value != value.astype(f"datetime64[{unit}]")))
+    if pa.types.is_date(kind):
+        return isinstance(value, datetime)
+    if pa.types.is_time(kind):
+        return isinstance(value, time) and value.tzinfo is not None
+    if not pa.types.is_timestamp(kind) or not isinstance(value, datetime):
+        return False
+    has_nanoseconds = kind.unit != "ns" and bool(getattr(value, "nanosecond", 0))
+    return has_nanoseconds or (value.tzinfo is None) == (kind.tz is not None)
+
+
+def _to_plain_layout(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Decode runs and list views, also inside other values, to layouts that Arrow can cast.
+
+    PyArrow 26 casts list views to lists with wrong offsets, which loses elements.
+    """
+    if not _has_special_layout(column.type):
+        return column
+    chunks = [_decode_array(chunk) for chunk in column.chunks] or [_decode_array(pa.array([], column.type))]
+    return pa.chunked_array(chunks)
+
+
+def _is_list_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _has_special_layout(kind: pa.DataType) -> bool:
+    if pa.types.is_run_end_encoded(kind) or _is_list_view(kind):
+        return True
+    return pa.types.is_nested(kind) and any(
+        _has_special_layout(kind.field(i).type) for i in range(kind.num_fields)
+    )
+
+
+def _decode_array(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if not _has_special_layout(kind):
+        return array
+    if pa.types.is_run_end_encoded(kind):
+        return _decode_array(pc.run_end_decode(array))
+    if pa.types.is_struct(kind):
+        parts = [_decode_array(part) for part in array.flatten()]
+        fields = [pa.field(field.name, part.type) for field, part in zip(kind, parts, strict=True)]
+        return pa.StructArray.from_arrays(parts, fields=fields, mask=array.is_null())
+    if not is_list_type(kind):
+        raise pa.ArrowInvalid(f"{kind} has list views or runs inside a map or union")
+    lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)])
+    return pa.LargeListArray.from_arrays(offsets, _decode_array(array.flatten()), mask=array.is_null())
 
 
 def _restore_maps(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:

@@ -32,8 +32,8 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
     nullability and Spark derives it from the query, so it would change between runs of one asset. A column
     without values and without type keeps the type null.
 
-    Raises SchemaMismatch if the frame has no columns or two columns of one name, and ColumnUnsupported for a
-    type that the lake cannot store.
+    Raises SchemaMismatch if the frame has no columns, or if a name is empty or occurs twice, and
+    ColumnUnsupported for a type that the lake cannot store.
     """
     if not schema.names:
         raise SchemaMismatch(
@@ -47,9 +47,50 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
             table=table_name,
             hint="Rename or drop all but one of them in the asset.",
         )
-    return pa.schema(
+    stored = pa.schema(
         [pa.field(field.name, stored_type(field.type, field.name, table_name)) for field in schema]
     )
+    _require_usable_paths(stored, table_name)
+    return stored
+
+
+def _require_usable_paths(schema: pa.Schema, table_name: str) -> None:
+    """Raise SchemaMismatch if a column or field has an empty name, or the same dotted path as another one.
+
+    Iceberg finds columns by dotted paths: the column `a.b` and the field `b` of a struct `a` share one.
+    """
+    paths = Counter(_iter_paths((), schema))
+    empty = [".".join(path) for path in paths if not path[-1]]
+    if empty:
+        raise SchemaMismatch(
+            "A column or field of the frame has an empty name.",
+            table=table_name,
+            hint="Give it a name in the asset.",
+            reason="empty_name",
+            subject=empty[0],
+        )
+    dotted_paths = Counter(".".join(path) for path in paths)
+    if shared := [path for path, count in dotted_paths.items() if count > 1]:
+        raise SchemaMismatch(
+            f"{format_names('Name', shared)} could mean a column or a field of a struct.",
+            table=table_name,
+            hint="Rename the column in the asset: without a dot, or with another name before the dot.",
+            reason="ambiguous_name",
+            subject=shared[0],
+        )
+
+
+def _iter_paths(parent: ColumnPath, fields: Iterable[pa.Field]) -> Iterator[ColumnPath]:
+    for field in fields:
+        path = (*parent, field.name)
+        yield path
+        if pa.types.is_list(field.type):
+            yield from _iter_paths(path, [pa.field("element", field.type.value_type)])
+        elif pa.types.is_map(field.type):
+            entries = [pa.field("key", field.type.key_type), pa.field("value", field.type.item_type)]
+            yield from _iter_paths(path, entries)
+        elif pa.types.is_struct(field.type):
+            yield from _iter_paths(path, list(field.type))
 
 
 def stored_type(kind: pa.DataType, column_name: str, table_name: str) -> pa.DataType:

@@ -321,6 +321,116 @@ def test_a_map_is_filled_from_what_frames_without_maps_have(
     assert [row["m"] for row in rows] == [[("b", 2)], [("a", 1)]]
 
 
+EAST = dt.timezone(dt.timedelta(hours=5))
+NOON = dt.datetime(2026, 1, 1, 12)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [NOON.date(), NOON],
+        [NOON, NOON.replace(tzinfo=EAST)],
+        [NOON.replace(tzinfo=EAST), NOON],
+        [[NOON, NOON.replace(tzinfo=EAST)]],
+        [{"at": NOON.date()}, {"at": NOON}],
+        [dt.time(12, tzinfo=EAST)],
+        [pd.Timestamp(1001)],
+        [{"at": [pd.Timestamp(1001)]}],
+        ["text", b"bytes"],
+        [{"data": b"bytes"}, {"data": "text"}],
+    ],
+)
+def test_objects_that_arrow_would_change_are_refused(values: list[Any]) -> None:
+    frame = pd.DataFrame({"x": pd.Series(values, dtype=object)})
+    with pytest.raises(ColumnUnsupported) as refusal:
+        arrow_frames.to_arrow(frame, None, table_name="shop.t")
+    assert (refusal.value.reason, refusal.value.subject) == ("value_changed", "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.int64(), 1.5),
+        (pa.int64(), Decimal("1.5")),
+        (pa.list_(pa.int64()), [1.5]),
+        (pa.float32(), 0.1),
+        (pa.string(), b"bytes"),
+        (pa.binary(), "text"),
+        (pa.date32(), NOON),
+        (pa.date32(), 1),
+        (pa.timestamp("us"), NOON.replace(tzinfo=EAST)),
+        (pa.timestamp("us", "UTC"), NOON),
+        (pa.timestamp("us"), pd.Timestamp(1001)),
+        (pa.timestamp("us"), 1),
+    ],
+)
+def test_objects_that_a_map_would_change_are_refused(kind: pa.DataType, value: Any) -> None:
+    frame = pd.DataFrame({"x": [{"a": value}]})
+    stored = pa.schema({"x": pa.map_(pa.string(), kind)})
+    with pytest.raises(ColumnUnsupported) as refusal:
+        arrow_frames.to_arrow(frame, stored, table_name="shop.t")
+    assert (refusal.value.reason, refusal.value.subject) == ("value_changed", "x")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [NOON.date(), None, pd.NaT],
+        [NOON, None, pd.NaT, pd.Timestamp(NOON)],
+        [NOON.replace(tzinfo=EAST), NOON.replace(tzinfo=dt.UTC)],
+        [[NOON], None, []],
+        [{"at": NOON}, {"at": None}, None],
+        [dt.time(12), None],
+        [b"bytes", None],
+        [1, 2.5],
+    ],
+)
+def test_objects_of_one_type_are_stored_unchanged(values: list[Any]) -> None:
+    frame = pd.DataFrame({"x": pd.Series(values, dtype=object)})
+    rows = arrow_frames.to_arrow(frame, None, table_name="shop.t").column("x").to_pylist()
+    assert rows == [None if value is pd.NaT else value for value in values]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([["a"], None, [], ["b", "c"]], pa.list_view(pa.string())),
+        pa.array([["a"], None, [], ["b", "c"]], pa.large_list_view(pa.string())).slice(1),
+        pa.ListViewArray.from_arrays(
+            pa.array([2, 0], pa.int32()), pa.array([2, 1], pa.int32()), pa.array([*"abcd"])
+        ),
+        pa.array(
+            [{"l": [["a"], ["b", "c"]]}, None, {"l": None}],
+            pa.struct({"l": pa.list_(pa.list_view(pa.string()))}),
+        ),
+        pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["a", "b"])).slice(1),
+        pa.array([], pa.list_view(pa.int8())),
+    ],
+    ids=["views", "large views", "views in another order", "nested views", "runs", "no rows"],
+)
+def test_lists_and_values_of_any_layout_are_stored(column: pa.Array) -> None:
+    stored = arrow_frames.to_arrow(pa.table({"x": column}), None, table_name="shop.t").column("x")
+    stored.validate(full=True)
+    assert stored.to_pylist() == column.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason", "subject"),
+    [
+        ({"": [1]}, "empty_name", ""),
+        ({"s": [{"": 1}]}, "empty_name", "s."),
+        ({"a.b": [1], "a": [{"b": 2}]}, "ambiguous_name", "a.b"),
+        ({"a.element.b": [1], "a": [[{"b": 2}]]}, "ambiguous_name", "a.element.b"),
+    ],
+)
+def test_names_that_iceberg_cannot_distinguish_are_refused(
+    columns: dict[str, Any], reason: str, subject: str
+) -> None:
+    with pytest.raises(SchemaMismatch) as refusal:
+        arrow_frames.to_arrow(pa.table(columns), None, table_name="shop.t")
+    assert (refusal.value.reason, refusal.value.subject) == (reason, subject)
+
+
 # -- time stamps without zone --------------------------------------------------------------------------
 
 
