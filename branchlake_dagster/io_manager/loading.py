@@ -197,8 +197,29 @@ def _first_rows(table: Table, rows: int) -> pa.Table | None:
         if is_data and file.record_count:
             with table.io.new_input(file.file_path).open() as stream:
                 batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows))
-            return pa.Table.from_batches([batch])
+            return _restore_column_names(pa.Table.from_batches([batch]), table.schema())
     return None
+
+
+_FIELD_ID = b"PARQUET:field_id"
+
+
+def _restore_column_names(rows: pa.Table, schema: Schema) -> pa.Table:
+    """Return rows of a data file with the column names of the table, which are found by field ids.
+
+    Iceberg writes names of other characters than letters, digits and `_` in escapes: `my_x20column`.
+    """
+    return rows.rename_columns(
+        [
+            (
+                schema.find_column_name(int(field.metadata[_FIELD_ID]))
+                if field.metadata and _FIELD_ID in field.metadata
+                else None
+            )
+            or field.name
+            for field in rows.schema
+        ]
+    )
 
 
 def _format_markdown(rows: pa.Table) -> str:

@@ -431,6 +431,15 @@ def test_names_that_iceberg_cannot_distinguish_are_refused(
     assert (refusal.value.reason, refusal.value.subject) == (reason, subject)
 
 
+def test_the_preview_shows_the_names_of_the_columns(lakehouse: Lakehouse, namespace: str) -> None:
+    frame = pa.table({"my column": [1], "a.b": [2], "1st": [3], "ü": [4]})
+    with project(lakehouse, of([frame], namespace, metadata=APPEND)) as p:
+        p.run()
+        (materialization,) = p.last.get_asset_materialization_events()
+        preview = materialization.materialization.metadata["branchlake/preview"].value
+    assert str(preview).splitlines()[0] == "| my column | a.b | 1st | ü |"
+
+
 # -- time stamps without zone --------------------------------------------------------------------------
 
 
