@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,7 @@ _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
     DagsterEventType.LOADED_INPUT,
     DagsterEventType.ENGINE_EVENT,
+    DagsterEventType.STEP_UP_FOR_RETRY,
 }
 
 
@@ -100,12 +102,16 @@ def collect_evidence(
     read_tables: set[str] = set()
     unnamed_reads: set[str] = set()
     branch_heads: set[str] = set()
+    attempts: Counter[tuple[str, str | None]] = Counter()
     for position, record in _iter_positioned_events(instance, runs):
         event = record.event_log_entry.dagster_event
         if event is None:
             continue
         step_key = record.event_log_entry.step_key
-        if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
+        attempt = attempts[record.run_id, step_key]
+        if event.event_type == DagsterEventType.STEP_UP_FOR_RETRY:
+            attempts[record.run_id, step_key] += 1
+        elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
             planned_check = event.asset_check_planned_data
             check_name = (planned_check.asset_key.to_user_string(), planned_check.check_name)
             subset = planned_check.partitions_subset
@@ -122,6 +128,7 @@ def collect_evidence(
                 step_key=step_key,
                 description=result.description or "",
                 failing_rows=_get_int(result.metadata, "failing_rows"),
+                attempt=attempt,
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
             table = _event_metadata(event).get(EventMetadata.TABLE)
@@ -135,7 +142,7 @@ def collect_evidence(
             materialization = event.step_materialization_data.materialization
             branch_heads |= _get_string_set(materialization.metadata, EventMetadata.BRANCH_HEAD)
             written_partitions[materialization.asset_key.to_user_string(), materialization.partition] = (
-                _to_written_partition(position, record, materialization)
+                _to_written_partition(position, record, materialization, attempt)
             )
     rules = {
         asset: _build_asset_rules(
@@ -175,7 +182,7 @@ def _iter_positioned_events(
 
 
 def _to_written_partition(
-    position: EventPosition, record: EventLogRecord, materialization: AssetMaterialization
+    position: EventPosition, record: EventLogRecord, materialization: AssetMaterialization, attempt: int
 ) -> WrittenPartition:
     mode, preview = (
         materialization.metadata.get(AssetMetadata.WRITE_MODE),
@@ -190,6 +197,7 @@ def _to_written_partition(
         record.timestamp,
         mode is not None and mode.value == "replace_partitions",
         str(preview.value) if preview is not None else None,
+        attempt,
     )
 
 

@@ -52,6 +52,8 @@ class CheckEvaluation:
     description: str
     failing_rows: int | None = None
     """The number of rows that fail the check; None if the check does not count them."""
+    attempt: int = 0
+    """How often the step was repeated in its run before this event."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class WrittenPartition:
     timestamp: float = 0.0
     is_whole_partition: bool = False
     preview: str | None = None
+    attempt: int = 0
+    """How often the step was repeated in its run before this event."""
 
 
 @dataclass(frozen=True)
@@ -303,10 +307,12 @@ def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         for (asset, written_partition), written in evidence.written_partitions.items():
             is_same_data = asset == name[0] and (partition is None or written_partition in (None, partition))
-            # Dagster chooses the order of events within a step. A step that a retry ran again counts as two
-            # steps.
-            is_same_step = written.step_key == result.step_key and written.position.is_same_run(
-                result.position
+            # Dagster chooses the order of events within a step. A step that was repeated, in its run or by a
+            # retry, counts as two steps.
+            is_same_step = (
+                written.step_key == result.step_key
+                and written.attempt == result.attempt
+                and written.position.is_same_run(result.position)
             )
             if is_same_data and not is_same_step and written.position > result.position:
                 why = f"check {_format_check(name, partition)} ran before the last write of {asset}"

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 import dagster as dg
+import polars as pl
 import pytest
 from pyiceberg.exceptions import NoSuchTableError
 
@@ -79,3 +80,33 @@ def test_a_check_in_the_asset_s_step_judges_the_rows_of_its_own_run(p: Project, 
     amounts.value, amounts.report_fails = -1, False
     child = retry(p, parent, amounts.steps["inner"], amounts.steps["report"])
     assert p.settle(child).state is RunState.BLOCKED
+
+
+@pytest.mark.parametrize("reports_again", [True, False])
+def test_a_check_of_an_earlier_attempt_of_a_step_does_not_count_for_the_rows_of_a_later_one(
+    lakehouse: Lakehouse, namespace: str, reports_again: bool
+) -> None:
+    key, values = dg.AssetKey([namespace, "t"]), [1, 2]
+
+    @dg.multi_asset(
+        outs={"t": dg.AssetOut(key=key, is_required=False)},
+        check_specs=[dg.AssetCheckSpec("good", asset=key)],
+        can_subset=True,
+        retry_policy=dg.RetryPolicy(max_retries=1),
+    )
+    def t() -> Iterator[dg.Output[pl.DataFrame] | dg.AssetCheckResult]:
+        value = values.pop(0)
+        yield dg.Output(pl.DataFrame({"n": [value]}), output_name="t")
+        if value == 1 or reports_again:
+            yield dg.AssetCheckResult(check_name="good", asset_key=key, passed=True)
+        if value == 1:
+            raise dg.RetryRequested
+
+    with project(lakehouse, t) as p:
+        outcome = p.settle(p.run())
+        assert not values
+        if reports_again:
+            assert outcome.state is RunState.PUBLISHED
+            assert p.rows(*key.path) == [{"n": 2}]
+        else:
+            assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
