@@ -26,6 +26,7 @@ _INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 
 _TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
+_MAX_WIDTH = 2**31 - 1
 PARTITION_EXPR = "partition_expr"
 """The metadata key that Dagster's own database IO managers use for the partition column."""
 
@@ -149,6 +150,12 @@ class LayoutField:
 
     column: str
     transform: str | None = None
+
+    @property
+    def has_valid_width(self) -> bool:
+        """Whether the width of a `bucket` or `truncate` is one that Iceberg can use; true without a width."""
+        width = re.search(r"\[(\d+)\]", self.transform or "")
+        return width is None or 1 <= int(width[1]) <= _MAX_WIDTH
 
     @classmethod
     def from_declaration(cls, declaration: str) -> LayoutField:
@@ -339,6 +346,14 @@ def parse_table_spec(
             hint='Declare a list, such as layout=["day", "bucket(16, account)"].',
             reason="layout",
         )
+    layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in layout)
+    if any(not layout_field.has_valid_width for layout_field in layout_fields):
+        raise ConfigurationError(
+            f"The layout {', '.join(layout)} has a bucket or truncate of no width.",
+            table=table_name,
+            hint="Give it a width from 1 to 2147483647, such as bucket(16, account).",
+            reason="layout_width",
+        )
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
             f"The table's properties must be a dict, but they are {properties!r}.",
@@ -354,7 +369,7 @@ def parse_table_spec(
         keys,
         columns,
         isolation,
-        tuple(LayoutField.from_declaration(declaration) for declaration in layout),
+        layout_fields,
         table_properties,
         contract == "freeze",
         when_matched == "keep",

@@ -59,6 +59,8 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         ({"branchlake/isolation": "strict"}, False, "isolation", ["strict", "snapshot", "serializable"]),
         ({"branchlake/columns": "frozen"}, False, "columns", ["frozen", "evolve", "freeze"]),
         ({"branchlake/layout": "day"}, False, "layout", ["day"]),
+        (table_metadata(layout=["bucket(0, k)"]), False, "layout_width", ["bucket(0, k)"]),
+        (table_metadata(layout=["k", f"truncate({2**31}, k)"]), False, "layout_width", ["truncate"]),
         ({"branchlake/properties": ["x"]}, False, "properties", ["x"]),
     ],
 )
