@@ -419,9 +419,24 @@ def _drop_guessed_types(frame: pa.Table, table_schema: pa.Schema | None) -> pa.T
     return frame
 
 
+_MAX_EXACT_FLOAT = 2**53
+
+
+def _to_pandas(table: pa.Table) -> pd.DataFrame:
+    """Convert to pandas. Whole numbers beside nulls become floats, or `Int64` if floats cannot hold them."""
+    frame: pd.DataFrame = table.to_pandas()
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if not pa.types.is_int64(column.type) or not column.null_count:
+            continue
+        bounds = pc.min_max(column).as_py()
+        if any(abs(bound) > _MAX_EXACT_FLOAT for bound in bounds.values() if bound is not None):
+            frame[name] = column.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    return frame
+
+
 _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
     pa.Table: lambda table: table,
-    pd.DataFrame: lambda table: table.to_pandas(),
+    pd.DataFrame: _to_pandas,
     pl.DataFrame: pl.from_arrow,
     pl.LazyFrame: lambda table: pl.DataFrame(pl.from_arrow(table)).lazy(),
 }

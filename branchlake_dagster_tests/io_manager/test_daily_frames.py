@@ -440,6 +440,14 @@ def test_the_preview_shows_the_names_of_the_columns(lakehouse: Lakehouse, namesp
     assert str(preview).splitlines()[0] == "| my column | a.b | 1st | ü |"
 
 
+def test_large_whole_numbers_beside_nulls_are_loaded_exactly() -> None:
+    large, small = [2**53 + 1, None], [1, None]
+    frame = arrow_frames.from_arrow(pa.table({"large": large, "small": small}), pd.DataFrame)
+    assert [str(kind) for kind in frame.dtypes] == ["Int64", "float64"]
+    assert frame["large"].iloc[0] == 2**53 + 1
+    assert arrow_frames.to_arrow(frame, None, table_name="shop.t").column("large").to_pylist() == large
+
+
 # -- time stamps without zone --------------------------------------------------------------------------
 
 
