@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Protocol
 
 import pyarrow as pa
@@ -21,13 +21,16 @@ from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
     RecordColumn,
     any_of,
+    any_value,
     bind_value,
     build_case,
     build_reason,
     first_reason,
     interpret_when,
     is_json_object,
+    matches_whole,
     no_reason,
+    split_nested_type,
 )
 from branchlake_dagster.spark.session import quote_spark_name
 
@@ -99,8 +102,10 @@ class Json:
 
     Integers may be written as `4.0`; a number with a fraction does not fit an integer column. Decimals are
     rounded half up to the column's scale. Times are ISO 8601 (UTC if they have no zone), or seconds since
-    1970 before the year 10000. Binary columns take base64. Text columns take any value, as Spark prints it.
-    Values inside structs, lists and maps must have exactly their declared types.
+    1970 before the year 10000. A time of day without a date is not a time, and a decimal in text may have
+    commas only between groups of three digits: `"1,234.50"`, but not `"9,90"`. Binary columns take base64.
+    Text columns take any value, as Spark prints it. Half of a character (a lone surrogate) is
+    not text. Values inside structs, lists and maps must have exactly their declared types.
 
     Examples:
         .. code-block:: python
@@ -109,9 +114,13 @@ class Json:
     """
 
     def read(self, records: DataFrame) -> DataFrame:
-        """Add `__text`, the value as text, and `__not_text`, which is true for bytes that are not UTF-8."""
+        """Add `__text`, the value as text, and `__not_text`, which is true for values that are not Unicode.
+
+        These are bytes that are not UTF-8, and escapes of half a character, which Spark would replace by `?`.
+        """
         value_text = F.col(VALUE_COLUMN).cast("string")
-        return records.withColumn("__text", F.when(F.is_valid_utf8(value_text), value_text)).withColumn(
+        is_text = F.is_valid_utf8(value_text) & ~_has_lone_surrogate(value_text)
+        return records.withColumn("__text", F.when(is_text, value_text)).withColumn(
             "__not_text", F.col(VALUE_COLUMN).isNotNull() & F.col("__text").isNull()
         )
 
@@ -136,14 +145,14 @@ class Json:
             f"{quote_spark_name(name)}: {_reader_type(kind)}" for name, kind in fields.items()
         )
         schema = f"v struct<{row_fields}>, {_CORRUPT_FIELD} string"
-        options = {"columnNameOfCorruptRecord": _CORRUPT_FIELD, "allowSingleQuotes": "false"}
         frame = frame.withColumn(
             text_column, F.concat(F.lit('{"v":'), self.row_json(is_deletion), F.lit("}"))
         )
         reader_input = F.col(text_column)
         if any("decimal" in kind for kind in fields.values()):
-            reader_input = F.when(~_is_slow_decimal(reader_input), reader_input)
-        frame = frame.withColumn(read_column, F.from_json(reader_input, schema, options))
+            is_misread = _is_slow_decimal(reader_input) | reader_input.rlike(_QUOTED_COMMA_NUMBER)
+            reader_input = F.when(~is_misread, reader_input)
+        frame = frame.withColumn(read_column, F.from_json(reader_input, schema, _READER_OPTIONS))
         values = F.col(read_column).getField("v")
         good_values = F.col(read_column).getField(_CORRUPT_FIELD).isNull() & values.isNotNull()
         time_fields = [name for name, kind in fields.items() if _reader_type(kind) != kind]
@@ -155,6 +164,12 @@ class Json:
             for name in time_fields:
                 is_valid = values.getField(name).isNull() | F.col(times_column).getField(name).isNotNull()
                 good_values = good_values & is_valid
+
+        nested_fields = {name: kind for name, kind in fields.items() if _has_strict_texts(kind)}
+        if nested_fields:
+            types = (f"{quote_spark_name(name)}: {kind}" for name, kind in nested_fields.items())
+            row_type = f"struct<{', '.join(types)}>"
+            good_values = good_values & ~_has_misread_text(reader_input, row_type)
 
         def exact_field(name: str) -> Expression:
             return (F.col(times_column) if name in time_fields else values).getField(name)
@@ -209,8 +224,12 @@ class Json:
         lost_detail = F.coalesce(
             *(_conversion_detail(variant, cast_row, one) for one in columns), F.lit(None).cast("string")
         )
+        encoding_detail = F.when(
+            F.is_valid_utf8(F.col(VALUE_COLUMN).cast("string")),
+            F.lit("The value has half of a character (a lone surrogate)."),
+        ).otherwise(F.lit("The value is not valid UTF-8."))
         return (
-            F.when(F.col("__not_text"), build_reason("encoding", "The value is not valid UTF-8."))
+            F.when(F.col("__not_text"), build_reason("encoding", encoding_detail))
             .when(variant.isNull(), build_reason("syntax", "The value is not valid JSON."))
             .when(~is_json_object(row_json), build_reason("syntax", "The value is JSON, but not an object."))
             .otherwise(F.when(lost_detail.isNotNull(), build_reason("conversion", lost_detail)))
@@ -247,9 +266,11 @@ class Json:
         raise NotImplementedError
 
 
+_READER_OPTIONS = {"columnNameOfCorruptRecord": _CORRUPT_FIELD, "allowSingleQuotes": "false"}
 _TIME_TYPES = ("timestamp", "timestamp_ntz")
 _INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
 _NESTED_TYPES = ("struct<", "array<", "map<")
+_STRICT_TYPES = (*_TIME_TYPES, "date", "decimal")
 _MAX_REASON_LENGTH = 500
 _MAX_DIGITS = 400
 """Number of characters above which a number is not cast to a decimal.
@@ -258,6 +279,13 @@ A decimal has 38 digits, and may have more zeros. A double has up to 309 digits 
 _LONG_EXPONENT = "[0-9.][eE][+-]?[0-9]{5}"
 """An exponent with which Spark's reader takes minutes to build a decimal."""
 _QUOTED_LONG_EXPONENT = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
+_GROUPED_NUMBER = r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:[.][0-9]*)?(?:[eE][+-]?[0-9]+)?"
+_QUOTED_COMMA_NUMBER = rf'(?<=[:,\[]\s{{0,20}})"(?!\s*{_GROUPED_NUMBER}\s*")\s*[+-]?[0-9.]*,[0-9.,]*\s*"'
+"""A number in quotes with commas that do not separate groups of digits. Spark's reader removes all commas."""
+_TIME_OF_DAY = r"^[\x00-\x20]*(?:T|[0-9]+:)"
+"""A time without a date. Spark takes the present day for it."""
+_DATE_ALONE = r"^\s*[+-]?[0-9]{1,7}-[0-9]{1,2}-[0-9]{1,2}\s*$"
+_SURROGATE = r"\\u[dD][89a-fA-F]"
 _SHORTEST_TIME = 8
 """Least number of characters of a time. Spark reads a shorter text as a year, but here it means seconds."""
 
@@ -278,6 +306,36 @@ def _reader_type(kind: str) -> str:
     return "string" if kind in (*_TIME_TYPES, "date") else kind
 
 
+def _has_strict_texts(kind: str) -> bool:
+    """Whether a nested type has dates, times or decimals, which Spark's reader reads from other texts too."""
+    return kind.startswith(_NESTED_TYPES) and any(
+        leaf.startswith(_STRICT_TYPES) for _, leaf in split_nested_type(kind)[1]
+    )
+
+
+def _has_misread_text(json: Expression, kind: str) -> Expression:
+    """Whether the reader reads other values than those in the text of a date, time or decimal.
+
+    `json` is an object whose field `v` has the type `kind`. Only values inside structs, lists and maps of `v`
+    are inspected.
+    """
+    text_kind, leaves = split_nested_type(kind)
+    text_values = F.from_json(json, f"v {text_kind}", {"allowSingleQuotes": "false"}).getField("v")
+    return any_of(
+        any_value(text_values, steps, partial(_is_misread, kind=leaf))
+        for steps, leaf in leaves
+        if leaf.startswith(_STRICT_TYPES)
+    )
+
+
+def _is_misread(text: Expression, *, kind: str) -> Expression:
+    if kind == "date":
+        return ~_is_date_text(text)
+    if kind in _TIME_TYPES:
+        return text.rlike(_TIME_OF_DAY)
+    return text.contains(",") & ~matches_whole(text, rf"\s*{_GROUPED_NUMBER}\s*")
+
+
 def _is_slow_decimal(json: Expression) -> Expression:
     """Whether the JSON has a number that Spark's reader would take minutes to expand to a decimal.
 
@@ -292,7 +350,8 @@ def _is_slow_decimal(json: Expression) -> Expression:
 
 def _parse_time_text(time_text: Expression, kind: str) -> Expression:
     if kind == "date":
-        return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("date"))
+        is_date = (F.length(time_text) >= _SHORTEST_TIME) & _is_date_text(time_text)
+        return F.when(is_date, time_text.try_cast("date"))
     return _parse_timestamp(time_text, kind)
 
 
@@ -306,7 +365,19 @@ def _parse_timestamp(time_text: Expression, kind: str) -> Expression:
 
     The result is null for text that is not a time.
     """
-    return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("timestamp")).cast(kind)
+    is_time = (F.length(time_text) >= _SHORTEST_TIME) & ~time_text.rlike(_TIME_OF_DAY)
+    return F.when(is_time, time_text.try_cast("timestamp")).cast(kind)
+
+
+def _is_date_text(text: Expression) -> Expression:
+    """Whether text is a date, or a time. Spark also takes other text after a date, and a number of days."""
+    return text.rlike(_DATE_ALONE) | (~text.rlike(_TIME_OF_DAY) & text.try_cast("timestamp").isNotNull())
+
+
+def _has_lone_surrogate(json: Expression) -> Expression:
+    """Whether a JSON text escapes one half of a character without the other, which no encoding can hold."""
+    rest = F.regexp_replace(json, r"\\\\|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w", "")
+    return json.rlike(_SURROGATE) & rest.rlike(_SURROGATE)
 
 
 def _build_struct(
@@ -351,15 +422,25 @@ def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str
         )
         if "decimal" in kind:
             field_json = F.when(~_is_slow_decimal(field_json), field_json)
+        wrapped_field = F.concat(F.lit('{"v":'), field_json, F.lit("}"))
         parsed_struct = F.from_json(
-            F.concat(F.lit('{"v":'), field_json, F.lit("}")),
+            wrapped_field,
             f"v {kind}, {_CORRUPT_FIELD} string",
-            {"columnNameOfCorruptRecord": _CORRUPT_FIELD, "allowSingleQuotes": "false"},
+            _READER_OPTIONS,
         )
-        return F.when(parsed_struct.getField(_CORRUPT_FIELD).isNull(), parsed_struct.getField("v"))
+        is_good = parsed_struct.getField(_CORRUPT_FIELD).isNull()
+        if _has_strict_texts(kind):
+            is_good = is_good & ~_has_misread_text(wrapped_field, kind)
+        return F.when(is_good, parsed_struct.getField("v"))
     if kind in _TIME_TYPES:
         timestamp = F.try_variant_get(value, path, "timestamp")
-        return F.when(F.year(timestamp).between(1, 9999), timestamp).cast(kind)
+        is_time = F.year(timestamp).between(1, 9999) & ~F.try_variant_get(value, path, "string").rlike(
+            _TIME_OF_DAY
+        )
+        return F.when(is_time, timestamp).cast(kind)
+    if kind == "date":
+        date_text = F.try_variant_get(value, path, "string")
+        return F.when(_is_date_text(date_text), F.try_variant_get(value, path, kind))
     cast_value = F.try_variant_get(value, path, kind)
     if kind.startswith("decimal"):
         return F.when(~_has_too_many_digits(F.try_variant_get(value, path, "string")), cast_value)
@@ -438,6 +519,10 @@ def _try_cast(value: Expression, kind: str) -> Expression:
     nothing for values that are not text, because Spark knows the type when it plans.
     """
     fits = value.try_cast(kind)
+    if kind in (*_TIME_TYPES, "date"):
+        text = value.cast("string")
+        is_time = _is_date_text(text) if kind == "date" else ~text.rlike(_TIME_OF_DAY)
+        return F.when((F.typeof(value) != "string") | is_time, fits)
     if "decimal" not in kind:
         return fits
     if kind.startswith(_NESTED_TYPES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -82,6 +83,27 @@ def full_match_pattern(pattern: str) -> str:
 def any_of(conditions: Iterable[Expression]) -> Expression:
     """Return whether at least one condition holds. A null condition does not hold."""
     return join_balanced(or_, [F.coalesce(condition, F.lit(False)) for condition in conditions], F.lit(False))
+
+
+def any_value(
+    column: Expression, steps: Sequence[str], condition: Callable[[Expression], Expression]
+) -> Expression:
+    """Return whether a condition holds for at least one value inside a column. Null where nothing decides it.
+
+    `steps` lead from the column to the values: `.<field>` of a struct, `element` of a list, `key` or `value`
+    of a map.
+    """
+    if not steps:
+        return condition(column)
+    step, rest = steps[0], steps[1:]
+    if step.startswith("."):
+        return any_value(column.getField(step[1:]), rest, condition)
+    values = {
+        "element": lambda: column,
+        "key": lambda: F.map_keys(column),
+        "value": lambda: F.map_values(column),
+    }
+    return F.exists(values[step](), lambda value: any_value(value, rest, condition))
 
 
 def join_balanced(
@@ -287,6 +309,43 @@ def spark_type(kind: IcebergType, table: str) -> str:
             hint="Remove the column from the table, or change its type.",
         )
     return type_name
+
+
+_TYPE_TOKEN = re.compile(r"`(?:[^`]|``)*`|\w+(?:\([\d, ]*\))?|[<>:,]")
+
+
+def split_nested_type(kind: str) -> tuple[str, list[tuple[tuple[str, ...], str]]]:
+    """Split a type of `spark_type` into its values.
+
+    Returns the same type with `string` for all values that are not structs, lists or maps, and for each of
+    these values the steps that lead to it (see `any_value`) and its type.
+    """
+    text_kind, leaves, _ = _split_type(_TYPE_TOKEN.findall(kind), 0, ())
+    return text_kind, leaves
+
+
+def _split_type(
+    tokens: Sequence[str], position: int, steps: tuple[str, ...]
+) -> tuple[str, list[tuple[tuple[str, ...], str]], int]:
+    """Split the type that begins at `position`. Also returns the position after it."""
+    word, position = tokens[position], position + 1
+    if tokens[position : position + 1] != ["<"]:
+        return "string", [(steps, word)], position
+    parts, leaves = [], []
+    names = iter(("element",) if word == "array" else ("key", "value"))
+    position += 1
+    while tokens[position] != ">":
+        if word == "struct":
+            label = tokens[position]
+            name = label[1:-1].replace("``", "`") if label.startswith("`") else label
+            part, found, position = _split_type(tokens, position + 2, (*steps, f".{name}"))
+            part = f"{label}: {part}"
+        else:
+            part, found, position = _split_type(tokens, position, (*steps, next(names)))
+        parts.append(part)
+        leaves += found
+        position += tokens[position] == ","
+    return f"{word}<{', '.join(parts)}>", leaves, position + 1
 
 
 def format_ddl(columns: Sequence[tuple[str, str]]) -> str:

@@ -38,6 +38,9 @@ from pyiceberg.types import (
     TimestamptzType,
     UUIDType,
 )
+from pyiceberg.types import ListType as IcebergList
+from pyiceberg.types import MapType as IcebergMap
+from pyiceberg.types import StructType as IcebergStruct
 from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
@@ -59,7 +62,7 @@ from pyspark.sql.types import (
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.spark_expressions import is_deep_json, is_json_object, matches_whole
+from branchlake_dagster.ingest.spark_expressions import any_value, is_deep_json, is_json_object, matches_whole
 from branchlake_dagster.internals.pyiceberg import write_data_files
 from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema
 
@@ -365,9 +368,11 @@ def _iter_paths(name: str, kind: DataType) -> Iterator[str]:
         yield from _iter_paths(f"{name}.value", kind.valueType)
 
 
-ColumnBounds = tuple[tuple[str, str], ...]
-"""The rule for the values of each column: one of `_BOUND_TYPES`, `fixed:<bytes>`, `number`, `utf8` or `text`.
+ValuePath = tuple[str, ...]
+"""A column's name, then the steps to a value inside it: `.<field>` of a struct, or `element`, `key`, `value`.
 """
+ColumnBounds = tuple[tuple[ValuePath, str], ...]
+"""The rule for values in columns: one of `_BOUND_TYPES`, `fixed:<bytes>`, `number`, `utf8` or `text`."""
 
 _FIRST_DATE, _LAST_DATE = "0001-01-01", "9999-12-31"
 _BOUND_TYPES: Mapping[type[IcebergType], str] = {
@@ -383,29 +388,50 @@ def column_bounds(target: Target) -> ColumnBounds:
     """Return the rules for the values of a table that Spark's column types do not check.
 
     These are ranges of dates and times, the form of UUIDs, lengths of fixed columns, and numbers that are
-    partition values. The result is hashable.
+    partition values. Values inside structs, lists and maps have the same rules. The result is hashable.
     """
     schema, spec = target.table.schema(), target.table.spec()
     identity_sources = {
         field.source_id for field in spec.fields if isinstance(field.transform, IdentityTransform)
     }
     bounds = []
-    for column in target.columns:
-        field = schema.find_field(column.name)
-        kind = field.field_type
+    for path, kind, field_id in _iter_values(target):
         if isinstance(kind, FixedType):
-            bounds.append((column.name, f"fixed:{len(kind)}"))
-        elif isinstance(kind, FloatType | DoubleType) and field.field_id in identity_sources:
-            bounds.append((column.name, "number"))
+            bounds.append((path, f"fixed:{len(kind)}"))
+        elif isinstance(kind, FloatType | DoubleType) and field_id in identity_sources:
+            bounds.append((path, "number"))
         elif type(kind) in _BOUND_TYPES:
-            bounds.append((column.name, _BOUND_TYPES[type(kind)]))
+            bounds.append((path, _BOUND_TYPES[type(kind)]))
     attributes = target.declaration.attributes if target.declaration else {}
     key_columns = [
         column
         for column, attribute in attributes.items()
         if attribute == "key" and isinstance(_kind_of(schema, column), StringType)
     ]
-    return (*bounds, *((column, "text") for column in key_columns))
+    return (*bounds, *(((column,), "text") for column in key_columns))
+
+
+def _iter_values(target: Target) -> Iterator[tuple[ValuePath, IcebergType, int]]:
+    """Iterate over the values in the target's columns: path, type and field id. Nested types are left out."""
+    schema = target.table.schema()
+    for column in target.columns:
+        field = schema.find_field(column.name)
+        yield from _iter_nested_values((column.name,), field.field_type, field.field_id)
+
+
+def _iter_nested_values(
+    path: ValuePath, kind: IcebergType, field_id: int
+) -> Iterator[tuple[ValuePath, IcebergType, int]]:
+    if isinstance(kind, IcebergStruct):
+        for field in kind.fields:
+            yield from _iter_nested_values((*path, f".{field.name}"), field.field_type, field.field_id)
+    elif isinstance(kind, IcebergList):
+        yield from _iter_nested_values((*path, "element"), kind.element_type, kind.element_id)
+    elif isinstance(kind, IcebergMap):
+        yield from _iter_nested_values((*path, "key"), kind.key_type, kind.key_id)
+        yield from _iter_nested_values((*path, "value"), kind.value_type, kind.value_id)
+    else:
+        yield path, kind, field_id
 
 
 def _kind_of(schema: Schema, column: str) -> IcebergType | None:
@@ -414,16 +440,11 @@ def _kind_of(schema: Schema, column: str) -> IcebergType | None:
 
 
 def text_bounds(target: Target) -> ColumnBounds:
-    """Return the rule `utf8` for each text column of the target, as pairs of column name and rule.
+    """Return the rule `utf8` for each text in the target's columns, as pairs of path and rule.
 
     Some formats do not check text: Avro takes any bytes.
     """
-    schema = target.table.schema()
-    return tuple(
-        (column.name, "utf8")
-        for column in target.columns
-        if isinstance(_kind_of(schema, column.name), StringType)
-    )
+    return tuple((path, "utf8") for path, kind, _ in _iter_values(target) if isinstance(kind, StringType))
 
 
 def unwritable_conditions(bounds: ColumnBounds, row: str) -> list[tuple[Expression, str]]:
@@ -433,36 +454,46 @@ def unwritable_conditions(bounds: ColumnBounds, row: str) -> list[tuple[Expressi
     """
     held = F.col(row)
     return [
-        _build_condition(name, bound, held.getField(name) if bound != "text" else None)
-        for name, bound in bounds
+        _build_condition(path, bound, held.getField(path[0]) if bound != "text" else None)
+        for path, bound in bounds
     ]
 
 
-def _build_condition(name: str, bound: str, value: Expression | None) -> tuple[Expression, str]:
-    if value is None:
+def _build_condition(path: ValuePath, bound: str, column: Expression | None) -> tuple[Expression, str]:
+    if column is None:
         key = F.col("__key")
-        message = f"The key is not valid text for {name}."
+        message = f"The key is not valid text for {path[0]}."
         return key.isNotNull() & ~F.is_valid_utf8(key.cast("string")), message
     what, _, width = bound.partition(":")
-    is_broken, words = _RULES[what](value, width)
-    return value.isNotNull() & is_broken, f"{name} is not a valid {words}."
+    is_broken, words = _RULES[what], _RULE_WORDS[what].format(width)
+    name = path[0] + "".join(step if step.startswith(".") else f".{step}" for step in path[1:])
+    return any_value(
+        column, path[1:], lambda value: value.isNotNull() & is_broken(value, width)
+    ), f"{name} is not a valid {words}."
 
 
-_Rule = Callable[[Expression, str], tuple[Expression, str]]
+_Rule = Callable[[Expression, str], Expression]
 _RULES: Mapping[str, _Rule] = {
-    "date": lambda value, _: (~_is_between(value, "date", _FIRST_DATE, _LAST_DATE), "date"),
+    "date": lambda value, _: ~_is_between(value, "date", _FIRST_DATE, _LAST_DATE),
     "timestamp": lambda value, _: (
-        ~_is_between(value, "timestamp", f"{_FIRST_DATE} 00:00:00Z", f"{_LAST_DATE} 23:59:59.999999Z"),
-        "timestamp",
+        ~_is_between(value, "timestamp", f"{_FIRST_DATE} 00:00:00Z", f"{_LAST_DATE} 23:59:59.999999Z")
     ),
     "timestamp_ntz": lambda value, _: (
-        ~_is_between(value, "timestamp_ntz", f"{_FIRST_DATE} 00:00:00", f"{_LAST_DATE} 23:59:59.999999"),
-        "timestamp_ntz",
+        ~_is_between(value, "timestamp_ntz", f"{_FIRST_DATE} 00:00:00", f"{_LAST_DATE} 23:59:59.999999")
     ),
-    "utf8": lambda value, _: (~F.is_valid_utf8(value), "UTF-8 text"),
-    "uuid": lambda value, _: (~matches_whole(value, _UUID), "uuid"),
-    "fixed": lambda value, width: (F.octet_length(value) != int(width), f"fixed[{width}]"),
-    "number": lambda value, _: (F.isnan(value), "number, but its table is partitioned by it"),
+    "utf8": lambda value, _: ~F.is_valid_utf8(value),
+    "uuid": lambda value, _: ~matches_whole(value, _UUID),
+    "fixed": lambda value, width: F.octet_length(value) != int(width),
+    "number": lambda value, _: F.isnan(value),
+}
+_RULE_WORDS: Mapping[str, str] = {
+    "date": "date",
+    "timestamp": "timestamp",
+    "timestamp_ntz": "timestamp_ntz",
+    "utf8": "UTF-8 text",
+    "uuid": "uuid",
+    "fixed": "fixed[{}]",
+    "number": "number, but its table is partitioned by it",
 }
 
 

@@ -120,6 +120,43 @@ def test_avro_that_claims_two_billion_items_is_a_dead_letter(
     ]
 
 
+def test_values_inside_a_column_that_nobody_can_read_are_dead_letters(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Such a row made its whole table unreadable for Python: a day of the year 5,881,580, or broken text."""
+    inner = {
+        "type": "record",
+        "name": "Inner",
+        "fields": [
+            {"name": "label", "type": "string"},
+            {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+        ],
+    }
+    days = {"type": "array", "items": {"type": "int", "logicalType": "date"}}
+    schema = {
+        "type": "record",
+        "name": "Order",
+        "fields": [{"name": "of", "type": inner}, {"name": "days", "type": days}],
+    }
+    columns = {"of": "struct<label: string, at: timestamp>", "days": "array<date>"}
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns=columns, attributes={"at_offset": "offset"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], format=Avro(json.dumps(schema))))
+
+    def encode(label: bytes = b"x", at: int = 0, day: int = 0) -> bytes:
+        text = _avro_long(len(label)) + label
+        return text + _avro_long(at) + _avro_long(1) + _avro_long(day) + _avro_long(0)
+
+    kafka.send(topic, [encode(), encode(b"\xff"), encode(at=1 << 60), encode(day=(1 << 31) - 1), encode()])
+    drive.batch()
+    assert [row["at_offset"] for row in drive.rows(0, "at_offset")] == [0, 4]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
+        (1, "conversion"),
+        (2, "conversion"),
+        (3, "conversion"),
+    ]
+
+
 def _avro_long(number: int) -> bytes:
     rest, encoded = (number << 1) ^ (number >> 63), b""
     while rest > 127:

@@ -28,6 +28,9 @@ COLUMNS = {
     "by": "map<string,int>",
     "cost": "struct<of: decimal(10,2)>",
     "long": "decimal(38,9)",
+    "of": "struct<at: timestamp, day: date, local: timestamp_ntz, label: string>",
+    "days": "array<date>",
+    "until": "map<string,timestamp>",
 }
 _COST = "cost is not a valid struct<`of`: decimal(10,2)>."
 _AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -36,6 +39,8 @@ _SYNTAX, _OBJECT = (
     ("syntax", "The value is JSON, but not an object."),
 )
 _TEXT = ("encoding", "The value is not valid UTF-8.")
+_HALF = ("encoding", "The value has half of a character (a lone surrogate).")
+_OF = "of is not a valid struct<`at`: timestamp, `day`: date, `local`: timestamp_ntz, `label`: string>."
 Row = dict[str, Any]
 _WHOLE = (
     b'{"n":2,"price":10.25,"f":1.5,"r":2.5,"ok":true,"at":"2026-01-02T03:04:05Z","day":"2026-01-02",'
@@ -114,6 +119,42 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"at":"9999-12-31T23:59:59-05:00"}', ("conversion", "at is not a valid timestamp.")),
     (b'{"at":"+45000-01-01T00:00:00Z"}', ("conversion", "at is not a valid timestamp.")),
     (b'{"local":"9999-12-31T23:59:59-05:00"}', ("conversion", "local is not a valid timestamp_ntz.")),
+    # times without a date, for which Spark takes the present day, and other text after a date
+    (b'{"at":"03:04:05Z"}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"at":" T03:04:05"}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"local":"03:04:05"}', ("conversion", "local is not a valid timestamp_ntz.")),
+    (b'{"day":"2026-01-02Tgarbage"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"2026-01-02 garbage"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"2026-01-02T03:04:05Z"}', {"day": date(2026, 1, 2)}),
+    # the same inside of other values
+    (
+        b'{"of":{"at":"2026-01-02T03:04:05Z","day":"2026-01-02","label":"03:04"},"days":["2026-01-02"]}',
+        {
+            "of": {"at": _AT, "day": date(2026, 1, 2), "local": None, "label": "03:04"},
+            "days": [date(2026, 1, 2)],
+        },
+    ),
+    (b'{"until":{"03:04":"2026-01-02T03:04:05Z"}}', {"until": [("03:04", _AT)]}),
+    (b'{"of":{"at":"03:04:05"}}', ("conversion", _OF)),
+    (b'{"of":{"local":"03:04:05"},"id":"1"}', ("conversion", _OF)),
+    (b'{"of":{"day":"12"}}', ("conversion", _OF)),
+    (b'{"of":{"day":"2026-01-02Tgarbage"}}', ("conversion", _OF)),
+    (b'{"of":{"day":"45000-01-01"}}', ("conversion", "of.day is not a valid date.")),
+    (b'{"of":{"at":"+45000-01-01T00:00:00Z"}}', ("conversion", "of.at is not a valid timestamp.")),
+    (b'{"days":["2026-01-02","12"]}', ("conversion", "days is not a valid array<date>.")),
+    (b'{"days":["0000-01-01"]}', ("conversion", "days.element is not a valid date.")),
+    (
+        b'{"until":{"x":"9999-12-31T23:59:59-05:00"}}',
+        ("conversion", "until.value is not a valid timestamp."),
+    ),
+    # commas that do not separate groups of three digits: the reader would remove them
+    (b'{"price":"9,90"}', ("conversion", "price is not a valid decimal(10,2).")),
+    (b'{"price":"1.234,50"}', ("conversion", "price is not a valid decimal(10,2).")),
+    (b'{"price":",50"}', ("conversion", "price is not a valid decimal(10,2).")),
+    (b'{"price":"1,234,567.5"}', {"price": Decimal("1234567.50")}),
+    (b'{"text":"9,90","price":"9.90"}', {"text": "9,90", "price": Decimal("9.90")}),
+    (b'{"cost":{"of":"9,90"}}', ("conversion", _COST)),
+    (b'{"cost":{"of":"1,234.5"}}', {"cost": {"of": Decimal("1234.50")}}),
     # numbers that would be written out for minutes
     (b'{"price":1e2}', {"price": Decimal("100.00")}),
     (b'{"price":1e30000000}', ("conversion", "price is not a valid decimal(10,2).")),
@@ -142,6 +183,12 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"text":"' + b"x" * (1 << 20) + b'"}', {"text": "x" * (1 << 20)}),
     (b'{"raw":"no base64!"}', ("conversion", "raw is not a valid binary.")),
     (b'{"raw":5}', ("conversion", "raw is not a valid binary.")),
+    # half of a character, which Spark would replace
+    (b'{"text":"\\ud83d\\ude00"}', {"text": "\U0001f600"}),
+    (b'{"text":"\\\\ud83d"}', {"text": "\\ud83d"}),
+    (b'{"text":"\\ud83d"}', _HALF),
+    (b'{"text":"\\ude00\\uD83D"}', _HALF),
+    (b'{"in-side":{"b":"\\udfff"}}', _HALF),
     # nested
     (b'{"in-side":{"b":"x","c":5}}', {"in-side": {"a": None, "b": "x"}}),
     (b'{"in-side":{"a":"x"}}', ("conversion", "in-side is not a valid struct<`a`: int, `b`: string>.")),
