@@ -10,12 +10,13 @@ about 2n records in total.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
@@ -34,7 +35,7 @@ from branchlake_dagster.ingest.offsets import (
     topic_id,
 )
 from branchlake_dagster.ingest.spark_expressions import any_of
-from branchlake_dagster.receivers.landing import Landing, LandingDamaged
+from branchlake_dagster.receivers.landing import Landing, LandingDamaged, LandingFile
 
 RecordPosition = tuple[TopicPartition, int]
 """The position of one record: its partition and its offset."""
@@ -308,6 +309,25 @@ class KafkaRecords:
         _require_same_topics(ranges, self._topics.topic_ids({partition.topic for partition in ranges}))
 
 
+@contextmanager
+def reading_landing_file(file: LandingFile) -> Iterator[None]:
+    """Raise LandingDamaged if the file turns out to be empty, cut short or of another kind.
+
+    Errors of the operating system pass through: they say nothing about the file's content.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, LookupError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise LandingDamaged(
+            f"{file.path} is not a complete file of records: {error}",
+            hint="Restore the file from a backup.",
+            reason="file_unreadable",
+            subject=str(file.path),
+        ) from error
+
+
 class LandingRecords:
     """The `Records` of a landing folder. Spark's workers must see the folder under the same path."""
 
@@ -337,7 +357,9 @@ class LandingRecords:
             )
         ]
         for file in files:
-            if (rows := pq.read_metadata(file.path).num_rows) != file.rows:
+            with reading_landing_file(file):
+                rows = pq.read_metadata(file.path).num_rows
+            if rows != file.rows:
                 raise LandingDamaged(
                     f"{file.path} has {rows} records, but its name gives {file.rows}.",
                     hint="Restore the file from a backup.",
@@ -379,18 +401,19 @@ class LandingRecords:
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
         """Read single records, in the order of their positions. Reads the whole file of each record.
 
-        Raises OffsetsGone or LandingDamaged if a file is missing.
+        Raises OffsetsGone or LandingDamaged if a file is missing, and LandingDamaged if it cannot be read.
         """
         fetched = []
         for partition, offset in sorted(positions):
             (file,) = self._landing.files_with_offsets(
                 partition.topic, partition.partition, offset, offset + 1
             )
-            rows = pq.read_table(file.path, partitioning=None)
-            row = rows.filter(pc.equal(rows["offset"], offset))
-            time_us = row["timestamp"].cast("int64")[0].as_py()
+            with reading_landing_file(file):
+                rows = pq.read_table(file.path, partitioning=None)
+                row = rows.filter(pc.equal(rows["offset"], offset))
+                time_us = row["timestamp"].cast("int64")[0].as_py()
+                (values,) = row.drop_columns(["timestamp"]).to_pylist()
             is_valid_time = time_us is not None and _FIRST_MS <= time_us // 1_000 < _END_MS
-            (values,) = row.drop_columns(["timestamp"]).to_pylist()
             headers = [(header["key"], header["value"]) for header in values["headers"] or ()]
             key, value = values["key"], values["value"]
             fetched.append(

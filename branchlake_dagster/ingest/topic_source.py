@@ -17,7 +17,12 @@ from branchlake_dagster.ingest.embedded_kafka import configured_cluster
 from branchlake_dagster.ingest.errors import LandingUnavailable
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics, Topics
 from branchlake_dagster.ingest.offsets import Offsets, Topic, TopicPartition
-from branchlake_dagster.ingest.record_frames import KafkaRecords, LandingRecords, Records
+from branchlake_dagster.ingest.record_frames import (
+    KafkaRecords,
+    LandingRecords,
+    Records,
+    reading_landing_file,
+)
 from branchlake_dagster.receivers.landing import Landing, LandingFile
 from branchlake_dagster.settings import Settings
 
@@ -76,8 +81,9 @@ class LandingTopics:
 
     def _first_since(self, topic: Topic, partition: int, moment: datetime) -> int:
         for file in self._landing.files(topic.name, partition):
-            rows = pq.read_table(file.path, columns=["offset", "timestamp"], partitioning=None)
-            since = rows.filter(pc.greater_equal(rows["timestamp"], moment))
+            with reading_landing_file(file):
+                rows = pq.read_table(file.path, columns=["offset", "timestamp"], partitioning=None)
+                since = rows.filter(pc.greater_equal(rows["timestamp"], moment))
             if since.num_rows:
                 return int(since["offset"][0].as_py())
         return topic.ends[partition]
@@ -96,8 +102,10 @@ class LandingTopics:
         for partition, offset in offsets.items():
             file = self._file_of_offset(partition.topic, partition.partition, offset)
             if file is not None:
-                times = pq.read_table(file.path, columns=["timestamp"], partitioning=None)["timestamp"]
-                record_times.append(_to_datetime(times[max(offset - file.first, 0)]))
+                with reading_landing_file(file):
+                    rows = pq.read_table(file.path, columns=["timestamp"], partitioning=None)
+                    record_time = rows["timestamp"][max(offset - file.first, 0)]
+                record_times.append(_to_datetime(record_time))
         return min((at for at in record_times if at is not None), default=None)
 
     def _file_of_offset(self, topic: str, partition: int, offset: int) -> LandingFile | None:

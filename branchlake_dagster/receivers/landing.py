@@ -46,6 +46,7 @@ It reveals that the newest file was lost.
 """
 _LISTINGS = 3
 _DIGITS = 20
+_MAX_OFFSET = (1 << 63) - 1
 _FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet")
 _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 
@@ -153,13 +154,13 @@ class Landing:
         """Return the numbers of the existing partitions, in order. Raises the errors of `topic_id`."""
         self.topic_id(topic)
         names = (path.name for path in self.topic_folder(topic).iterdir() if path.is_dir())
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def files(self, topic: str, partition: int) -> list[LandingFile]:
         """Return the finished files of a partition, ordered by offset.
 
         Raises:
-            LandingDamaged: Files overlap, or there is a gap between two of them.
+            LandingDamaged: Files overlap, there is a gap between two of them, or a name is impossible.
 
         """
         return [self._landing_file(topic, partition, span) for span in self._spans(topic, partition)]
@@ -218,6 +219,14 @@ class Landing:
         # Read only names: a day can have 86,400 files, and each batch lists them.
         names = os.listdir(folder)  # noqa: PTH208
         spans = sorted((int(match[1]), int(match[2])) for match in map(_FILE.fullmatch, names) if match)
+        for span in spans:
+            if span[0] > span[1] or span[1] >= _MAX_OFFSET:
+                raise LandingDamaged(
+                    f"{folder / file_name(*span)} is not the name of a file of a receiver.",
+                    hint="Restore the file's name, or move it out of the folder.",
+                    reason="file_name",
+                    subject=f"{topic}[{partition}]",
+                )
         for earlier, later in pairwise(spans):
             if later[0] != earlier[1] + 1:
                 damage = "missing" if later[0] > earlier[1] else "duplicated"

@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.errors import PySparkException
@@ -32,6 +33,7 @@ from branchlake_dagster.ingest.topic_source import (
     open_topic_source,
     remove_read_files,
 )
+from branchlake_dagster.ingest.unwritable_records import is_caused_by_records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 from branchlake_dagster.receivers.landing_sink import LandingSink
@@ -127,6 +129,62 @@ def test_a_listing_that_missed_a_file_is_made_again(tmp_path: Path, monkeypatch:
     left[0] = 100
     with raising(LandingDamaged, reason="offsets_missing", subject="a[0]"):
         Landing(tmp_path).offsets("a", 0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda _: b"", id="empty"),
+        pytest.param(lambda content: content[: len(content) // 2], id="half"),
+        pytest.param(lambda _: b"PAR1" + bytes(20), id="other"),
+        pytest.param(lambda _: _parquet(pa.table({"other": [1, 2]})), id="columns"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """PyArrow's error does not name the file, and it was taken for an error of the records."""
+    land(tmp_path, "a", [b"x", b"y"])
+    (file,) = Landing(tmp_path).files("a", 0)
+    file.path.write_bytes(damage(file.path.read_bytes()))
+    topics, records = LandingTopics(tmp_path), LandingRecords(tmp_path)
+    topic = topics.describe(["a"])["a"]
+    (partition,) = topic.partitions()
+    reads: list[Callable[[], object]] = [
+        lambda: records.fetch([(partition, 1)]),
+        lambda: topics.earliest_time({partition: 1}),
+        lambda: topics.offsets_at_time(topic, moment(1_001)),
+    ]
+    for read in reads:
+        with raising(LandingDamaged, reason="file_unreadable", subject=str(file.path)) as caught:
+            read()
+        assert not is_caused_by_records(caught.value)
+
+
+def _parquet(rows: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(rows, sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{7:020}-{5:020}.parquet",
+        f"{2:020}-{10**19:020}.parquet",
+    ],
+)
+def test_a_name_with_impossible_offsets_is_damage(tmp_path: Path, name: str) -> None:
+    land(tmp_path, "a", [b"x", b"y"])
+    (tmp_path / "a" / "0" / name).write_bytes(b"")
+    with raising(LandingDamaged, reason="file_name", subject="a[0]"):
+        LandingTopics(tmp_path).describe(["a"])
+
+
+def test_only_plain_numbers_are_partitions(tmp_path: Path) -> None:
+    land(tmp_path, "a", [b"x"])
+    for name in ("00", "\u0663", "-1", "0.bak"):
+        (tmp_path / "a" / name).mkdir()
+    assert Landing(tmp_path).partitions("a") == [0]
 
 
 def test_a_folder_that_spark_would_take_for_a_pattern_is_refused(tmp_path: Path) -> None:
