@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Self
 
@@ -22,6 +23,17 @@ def format_count(number: int, singular: str, plural: str = "") -> str:
 def format_names(singular: str, names: Sequence[str]) -> str:
     """Format names with their noun, `singular` or its plural in s: `column a`, `columns a, b`."""
     return f"{pluralize(len(names), singular, f'{singular}s')} {', '.join(names)}"
+
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def format_printable(text: str) -> str:
+    r"""Return a text on one line, with an escape such as `\x1b` for each control character.
+
+    Text from records may contain sequences that clear a terminal or change what it shows.
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class CodedReason(str):

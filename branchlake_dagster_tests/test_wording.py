@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from branchlake_dagster.wording import format_count, format_names, pluralize
+from branchlake_dagster.wording import format_count, format_names, format_printable, pluralize
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,10 @@ def test_a_number_has_the_noun_that_goes_with_it(number: int, told: str) -> None
 def test_plurals_of_their_own() -> None:
     assert [format_count(number, "branch", "branches") for number in (1, 2)] == ["1 branch", "2 branches"]
     assert [pluralize(number, "it", "them") for number in (0, 1, 2)] == ["them", "it", "them"]
+
+
+def test_control_characters_are_shown_and_not_sent() -> None:
+    assert format_printable("a\x1b[2J\r\n\x9bé\ud800") == r"a\x1b[2J\r\n\x9bé\ud800"
 
 
 def test_names_have_the_noun_that_goes_with_them() -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from branchlake_dagster.query.connection import is_number_type
-from branchlake_dagster.wording import format_count
+from branchlake_dagster.wording import format_count, format_printable
 
 if TYPE_CHECKING:
     from branchlake_dagster.query import QueryResult
@@ -39,7 +39,7 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
         has_more = bool(max_rows) and row_count == max_rows
         if has_more:
             break
-        grid.add_row(*(Text("NULL", style="dim") if value is None else Text(value) for value in row))
+        grid.add_row(*(_build_cell(value) for value in row))
         row_count += 1
     with _open_text_file(output) as file:
         is_terminal = file is sys.stdout and file.isatty()
@@ -51,6 +51,10 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
         else f"{format_count(row_count, 'row')}."
     )
     click.echo(f"{rows} Read at {result.state.label}.", err=True)
+
+
+def _build_cell(value: str | None) -> Text:
+    return Text("NULL", style="dim") if value is None else Text(format_printable(value))
 
 
 def write_csv(result: QueryResult, output: Path | None) -> None:

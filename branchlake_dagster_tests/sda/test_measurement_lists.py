@@ -183,6 +183,26 @@ def test_observations_with_their_objects(lakehouse: Lakehouse, run: Callable[...
     run("observations", "--csv", "--json", code=2)
 
 
+def test_texts_and_numbers_of_records_cannot_break_the_output(
+    lakehouse: Lakehouse, run: Callable[..., Result]
+) -> None:
+    hostile = {**observation("a", 1, 5), "source_id": "radar\x1b[2J\nx"}
+    associated = {**association(hostile, 5, "confirmed"), "normalized_distance": float("nan")}
+    publish(lakehouse, OBSERVATION_TABLE, [hostile], OBSERVATIONS)
+    publish(lakehouse, ASSOCIATION_TABLE, [associated], ASSOCIATIONS)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    (row,) = json.loads(run("observations", "--json").stdout, parse_constant=refuse)
+    assert (row["source_id"], row["normalized_distance"]) == (hostile["source_id"], None)
+    shown = run("observations").stdout
+    assert "\x1b" not in shown
+    assert shown.count("\n") == 3
+    run("observations", "--object", str(10**20), code=2)
+    run("tracks", "--object", "-1", code=2)
+
+
 def test_tracks(lakehouse: Lakehouse, run: Callable[..., Result]) -> None:
     assert names(run("tracks", "--json")) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,10 +73,16 @@ def held_alerts(entries: pl.DataFrame) -> pl.DataFrame:
 
 
 def entry_to_json(entry: Entry) -> dict[str, Any]:
-    """Return an entry as values for JSON. Times are ISO 8601 in UTC."""
-    return {
-        name: format_time(value) if isinstance(value, datetime) else value for name, value in entry.items()
-    }
+    """Return an entry as values for JSON: times as ISO 8601 in UTC, NaN and infinity as null."""
+    return {name: _value_to_json(value) for name, value in entry.items()}
+
+
+def _value_to_json(value: object) -> object:
+    if isinstance(value, datetime):
+        return format_time(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [_value_to_json(one) for one in value] if isinstance(value, list) else value
 
 
 def format_time(moment: datetime) -> str:

@@ -14,6 +14,7 @@ from branchlake_dagster.cli.command_settings import load_command_settings
 from branchlake_dagster.cli.option_types import Moment
 from branchlake_dagster.cli.registry import exit_on_signals
 from branchlake_dagster.sda.alerts.entry_names import PRIORITIES
+from branchlake_dagster.sda.commands.catalog_number import CATALOG_NUMBER
 from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ _ROWS = 50
 
 @click.command()
 @click.option("--priority", "priorities", type=click.Choice(PRIORITIES), multiple=True, help="Only these.")
-@click.option("--object", "objects", type=int, multiple=True, help="Catalog number; may be repeated.")
+@click.option(
+    "--object", "objects", type=CATALOG_NUMBER, multiple=True, help="Catalog number; may be repeated."
+)
 @click.option(
     "--since",
     type=Moment(),

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.wording import format_printable
 
 TABLE = "sda.conjunctions"
 _SHOWN = (
@@ -195,7 +196,8 @@ def _cell(name: str, row: dict[str, Any]) -> Text:
     if value is None:
         return Text("")
     if name.endswith("designator"):
-        return Text(f"{value} {row[name.replace('object_designator', 'name')] or ''}".rstrip())
+        object_name = row[name.replace("object_designator", "name")] or ""
+        return Text(format_printable(f"{value} {object_name}".rstrip()))
     if name == "kind" and row.get("together_min"):
         return Text(f"{value} {row['together_min']} min")
     if isinstance(value, datetime):
@@ -204,4 +206,4 @@ def _cell(name: str, row: dict[str, Any]) -> Text:
         return Text(f"{value:.1e}{' diluted' if row.get('probability_diluted') else ''}")
     if isinstance(value, float):
         return Text(f"{value:.1f}" if name.endswith("days") else f"{value:.3f}")
-    return Text(str(value))
+    return Text(format_printable(str(value)))

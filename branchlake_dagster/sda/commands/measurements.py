@@ -11,7 +11,8 @@ import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
 from branchlake_dagster.cli.option_types import Moment
-from branchlake_dagster.wording import format_count
+from branchlake_dagster.sda.commands.catalog_number import CATALOG_NUMBER
+from branchlake_dagster.wording import format_count, format_printable
 
 if TYPE_CHECKING:
     import polars as pl
@@ -46,7 +47,9 @@ _TRACK_COLUMNS = {
 
 def _common_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
-        click.option("--object", "objects", type=int, multiple=True, help="Catalog number; may be repeated."),
+        click.option(
+            "--object", "objects", type=CATALOG_NUMBER, multiple=True, help="Catalog number; may be repeated."
+        ),
         click.option("--since", type=Moment(), help="At or after this time."),
         click.option("--until", type=Moment(), help="Before this time."),
         click.option(
@@ -189,4 +192,4 @@ def _format_cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else format_printable(str(value))
