@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from branchlake_dagster.cli.option_types import FiniteRange
+from branchlake_dagster.cli.option_types import FiniteRange, Moment, NamedFolder
 from branchlake_dagster.cli.registry import exit_on_signals
 
 _KINDS = ("radar", "optical", "isl")
@@ -49,7 +49,13 @@ class _Rate(click.ParamType[tuple[str, float]]):
         return kind, rate
 
 
+_MAX_PARTITION = (1 << 31) - 1_000
+"""Partitions are numbers of 32 bits, and each further source has the next one."""
+
+
 def _one_sink(landing: Path | None, kafka: str | None) -> None:
+    if kafka is not None and not kafka.strip():
+        raise click.BadParameter("Name at least one broker, as 127.0.0.1:9092.", param_hint="--kafka")
     if (landing is None) == (kafka is None):
         raise click.UsageError("Name where it goes: --landing FOLDER or --kafka BROKERS, one of them.")
 
@@ -58,7 +64,7 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 @click.option("--radar", type=_Address(), multiple=True, help="Listen here for radar datagrams (UDP).")
 @click.option("--optical", multiple=True, help="Ask this URL for pages of optical measurements (HTTP).")
 @click.option("--isl", type=_Address(), multiple=True, help="Listen here for links' connections (TCP).")
-@click.option("--landing", type=click.Path(file_okay=False, path_type=Path), help="Write files here.")
+@click.option("--landing", type=NamedFolder(), help="Write files here.")
 @click.option("--kafka", metavar="BROKERS", help="Produce to these brokers, as host:port,host:port.")
 @click.option(
     "--kafka-options",
@@ -71,7 +77,7 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 )
 @click.option(
     "--first-partition",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=_MAX_PARTITION),
     default=0,
     show_default=True,
     help="First partition of each topic.",
@@ -143,9 +149,7 @@ def receive(as_json: bool, **options: Any) -> None:
 @click.option("--radar", type=_Address(), help="Send radar datagrams there (UDP).")
 @click.option("--optical", type=_Address(), help="Serve pages of optical measurements here (HTTP).")
 @click.option("--isl", type=_Address(), help="Connect to there with frames of links (TCP).")
-@click.option(
-    "--landing", type=click.Path(file_okay=False, path_type=Path), help="Write files, without network."
-)
+@click.option("--landing", type=NamedFolder(), help="Write files, without network.")
 @click.option("--kafka", metavar="BROKERS", help="Produce to these brokers, without receivers.")
 @click.option(
     "--kafka-options",
@@ -162,7 +166,7 @@ def receive(as_json: bool, **options: Any) -> None:
 @click.option(
     "--seconds", type=FiniteRange(min=0, min_open=True), help="How long; default: until it is ended."
 )
-@click.option("--start", help="First instant (without a zone: UTC); default: now.")
+@click.option("--start", type=Moment(), help="First instant (without a zone: UTC); default: now.")
 @click.option(
     "--seed", default=2026, show_default=True, help="Everything random follows from it and the start."
 )
@@ -230,7 +234,9 @@ def receive(as_json: bool, **options: Any) -> None:
     help="Every this many requests, answer with a fault; 0: never.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
-def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | None, **options: Any) -> None:
+def simulate(
+    as_json: bool, rates: tuple[tuple[str, float], ...], start: datetime | None, **options: Any
+) -> None:
     """Send messages of simulated sensors.
 
     A network of radars, telescopes and inter-satellite links is simulated. Its messages go over the network
@@ -251,19 +257,7 @@ def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | N
             raise click.BadParameter("A share is between 0 and 0.5.", param_hint=f"--{name}")
     with exit_on_signals():
         found = run_simulation(
-            Simulated(rates=dict(rates), start=_moment(start), **options),
+            Simulated(rates=dict(rates), start=start, **options),
             say=lambda text: click.echo(text, err=True),
         )
     click.echo(json.dumps(found, indent=2)) if as_json else print_counts(found)
-
-
-def _moment(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is no time: write it as 2026-11-20T12:00.", param_hint="--start"
-        ) from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
