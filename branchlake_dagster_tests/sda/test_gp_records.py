@@ -134,6 +134,11 @@ def test_a_value_that_cannot_be_true_rejects_its_record_alone(encode, field, val
         ([], [(44, "999.0000")], "mean_anomaly"),
         ([], [(53, "17.60000000")], "mean_motion"),
         ([], [(53, " 0.00000000")], "mean_motion"),
+        ([], [(27, "       ")], "eccentricity"),
+        ([], [(27, "00e0001")], "eccentricity"),
+        ([(54, "X30074-3")], [], "bstar"),
+        ([(54, "130074-3")], [], "bstar"),
+        ([(45, "x00000-0")], [], "mean_motion_ddot"),
     ],
 )
 def test_element_lines_with_a_right_checksum_and_a_false_value(one, two, field):

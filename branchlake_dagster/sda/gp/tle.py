@@ -55,12 +55,23 @@ def _integer_field(line: str, first: int, last: int) -> pl.Expr:
 
 
 def _exponent_field(line: str, first: int, last: int) -> pl.Expr:
-    """Parse a field like `` 36362-3``, with an implied leading decimal point and a two-character exponent."""
+    """Parse a field like `` 36362-3``, with an implied leading decimal point and a two-character exponent.
+
+    The result is null for other texts: a digit or letter in the place of the sign was ignored.
+    """
     field = _slice_columns(line, first, last)
     mantissa = field.str.slice(1, 5).str.strip_chars().str.replace("^$", "0")
     sign = pl.when(field.str.slice(0, 1) == "-").then(-1.0).otherwise(1.0)
     exponent = field.str.slice(6, 2).str.replace(" ", "+")
-    return sign * (pl.lit("0.") + mantissa + pl.lit("e") + exponent).cast(pl.Float64, strict=False)
+    value = sign * (pl.lit("0.") + mantissa + pl.lit("e") + exponent).cast(pl.Float64, strict=False)
+    return pl.when(field.str.contains(r"^[ +\-0][\d ]{5}[ +\-]\d$")).then(value)
+
+
+def _fraction_field(line: str, first: int, last: int) -> pl.Expr:
+    """Parse the digits after an implied decimal point. The result is null for other texts, and for blanks."""
+    field = _slice_columns(line, first, last)
+    digits = pl.when(field.str.contains(r"^[\d ]*\d[\d ]*$")).then(field.str.replace_all(" ", "0"))
+    return (pl.lit("0.") + digits).cast(pl.Float64, strict=False)
 
 
 def catalogue_number(line: str) -> pl.Expr:
@@ -173,9 +184,7 @@ def parse_tle(file_text: str, first_line: int = 1) -> tuple[pl.DataFrame, pl.Dat
         object_id=_object_id_field("l1"),
         epoch=_epoch_field("l1"),
         mean_motion=_float_field("l2", 53, 63),
-        eccentricity=(pl.lit("0.") + _slice_columns("l2", 27, 33).str.replace_all(" ", "0")).cast(
-            pl.Float64, strict=False
-        ),
+        eccentricity=_fraction_field("l2", 27, 33),
         inclination=_float_field("l2", 9, 16),
         ra_of_asc_node=_float_field("l2", 18, 25),
         arg_of_pericenter=_float_field("l2", 35, 42),
