@@ -27,6 +27,7 @@ class Receiver:
     def __init__(self) -> None:
         self.posted: list[tuple[str, int, str]] = []
         self.refuse_from: int | None = None
+        self.refuse_with = 503
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,7 +35,14 @@ class Receiver:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 receiver.posted.append((body["alert_id"], body["sequence"], body["kind"]))
                 limit = receiver.refuse_from
-                self.send_response(503 if limit is not None and len(receiver.posted) > limit else 204)
+                refused = limit is not None and len(receiver.posted) > limit
+                self.send_response(receiver.refuse_with if refused else 204)
+                self.send_header("Location", "/login")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
@@ -81,6 +89,9 @@ def test_the_sensor_posts_each_publication_at_least_once(
     assert second == cursor_of(AlertReader(log.lake).position_at())
     log.publish(entry(3), entry(4))
     receiver.refuse_from = 4
+    with pytest.raises(requests.HTTPError):
+        tick(second)
+    receiver.refuse_from, receiver.refuse_with = 0, 302  # to a page that answers 200
     with pytest.raises(requests.HTTPError):
         tick(second)
     receiver.refuse_from = None
