@@ -515,10 +515,16 @@ def convert_struct_rows(
 def _try_cast(value: Expression, kind: str) -> Expression:
     """Cast a value to a column's type; null if it does not fit.
 
-    Text such as "1e-99999999", which would take minutes to become a decimal, is null too. The check costs
-    nothing for values that are not text, because Spark knows the type when it plans.
+    Null too are text such as "1e-99999999", which would take minutes to become a decimal, times without a
+    date, and numbers with a fraction in columns of whole numbers. The checks cost nothing for values of other
+    types, because Spark knows the type when it plans.
     """
     fits = value.try_cast(kind)
+    if kind in _INTEGER_TYPES:
+        has_fraction = F.typeof(value).rlike("^(?:float|double|decimal)") & (
+            fits.cast("double") != value.try_cast("double")
+        )
+        return F.when(~F.coalesce(has_fraction, F.lit(False)), fits)
     if kind in (*_TIME_TYPES, "date"):
         text = value.cast("string")
         is_time = _is_date_text(text) if kind == "date" else ~text.rlike(_TIME_OF_DAY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from typing import Any
 
 import pytest
@@ -155,6 +157,38 @@ def test_values_inside_a_column_that_nobody_can_read_are_dead_letters(
         (2, "conversion"),
         (3, "conversion"),
     ]
+
+
+def test_avro_that_would_lose_a_part_in_its_column_is_a_dead_letter(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    fields = [
+        {"name": "id", "type": "double"},
+        {"name": "at", "type": "string"},
+        {"name": "day", "type": "string"},
+    ]
+    schema = {"type": "record", "name": "Order", "fields": fields}
+    columns = {"id": "bigint", "at": "timestamp", "day": "date"}
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns=columns)
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], format=Avro(json.dumps(schema))))
+
+    def encode(number: float, at: str = "2026-01-02T03:04:05Z", day: str = "2026-01-02") -> bytes:
+        texts = (_avro_long(len(text)) + text.encode() for text in (at, day))
+        return struct.pack("<d", number) + b"".join(texts)
+
+    bad = [
+        encode(1.5),
+        encode(math.nan),
+        encode(1e300),
+        encode(2, at="03:04:05"),
+        encode(2, day="2026-01-02T?"),
+    ]
+    kafka.send(topic, [encode(4.0), *bad, encode(-5.0)])
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [-5, 4]
+    assert [letter["offset"] for letter in drive.dead()] == [1, 2, 3, 4, 5]
+    assert {letter["error_kind"] for letter in drive.dead()} == {"conversion"}
 
 
 def _avro_long(number: int) -> bytes:
