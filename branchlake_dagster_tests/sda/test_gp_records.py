@@ -245,6 +245,13 @@ def test_every_encoding_of_text_and_every_ending_of_lines(text, encoding, ending
     assert (parsed.elements.height, parsed.rejected.height) == (2, 0)
 
 
+def test_kvn_drops_units_and_keeps_brackets_of_names():
+    text = as_kvn(number(7, OBJECT_NAME="STARLINK-1 [+]"))
+    lines = [f"{line} [unit]" if line.startswith("MEAN_MOTION =") else line for line in text.split("\n")]
+    (row,) = read("\n".join(lines)).elements.to_dicts()
+    assert (row["object_name"], row["mean_motion"]) == ("STARLINK-1 [+]", float(OMM["MEAN_MOTION"]))
+
+
 def test_every_digit_is_kept():
     digits = {"MEAN_MOTION": "15.50103472123456", "BSTAR": "-.11606E-4", "ECCENTRICITY": ".0001234567890123"}
     for encode in ENCODINGS.values():

@@ -194,6 +194,15 @@ def test_retry_after_is_heeded_and_a_long_one_is_the_end(server, clock, tmp_path
     assert clock.slept == [17.0], "it is not waited for beyond the tick"
 
 
+@pytest.mark.parametrize(
+    "header", ["\u00b2", "Mon, 01 Jan 2024 00:00:00 +9999999999999999", "soon", "Mon, 99 Jan 2024"]
+)
+def test_a_retry_after_without_sense_is_ignored(server, clock, tmp_path, header):
+    server.answer = lambda n, _: (200, {}, CSV) if n == 2 else (503, {"Retry-After": header}, b"")
+    celestrak(server, tmp_path).pull(clock.around)
+    assert clock.slept == [0.5]
+
+
 def test_a_provider_that_stays_away_is_a_transient_error(server, clock, tmp_path):
     server.answer = lambda _n, _p: (503, {}, b"maintenance until noon")
     with raising(ProviderUnavailable, 503, "maintenance until noon") as caught:

@@ -37,6 +37,7 @@ _COLUMNS = {
 _FIELD_PATTERN = r'(?:[^",]*|"(?:[^"]|"")*")'
 _ROW_PATTERN = f"^{_FIELD_PATTERN}(?:,{_FIELD_PATTERN})*$"
 _SURROGATE_ESCAPE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+_NAMES = ("OBJECT_NAME", "OBJECT_ID")
 _MAX_DEPTH = 64
 """Maximum nesting depth of XML elements; an OMM in NDM/XML has seven levels."""
 
@@ -206,13 +207,15 @@ def read_csv(
 def from_kvn(file_text: str, source: str, limits: ReadLimits, first_line: int = 1) -> pl.DataFrame:
     """Read keyword = value notation (KVN). Each ``CCSDS_OMM_VERS`` starts a message; units in [] are dropped.
 
+    Names have no units: ``OBJECT_NAME = ISS [+]`` keeps its brackets.
+
     `first_line` is the number of the text's first line in the file.
 
     Raises:
         UnreadableCatalogueError: the text has no ``CCSDS_OMM_VERS``.
 
     """
-    pair_pattern = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
+    pair_pattern = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*$"
     lines = (
         pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=first_line)
@@ -223,6 +226,11 @@ def from_kvn(file_text: str, source: str, limits: ReadLimits, first_line: int = 
             long=pl.col("text").str.len_chars() > limits.max_record_chars,
             key=pl.col("text").str.extract(pair_pattern, 1).str.to_uppercase(),
             value=pl.col("text").str.extract(pair_pattern, 2),
+        )
+        .with_columns(
+            value=pl.when(pl.col("key").is_in(_NAMES))
+            .then(pl.col("value"))
+            .otherwise(pl.col("value").str.replace(r"\s*\[[^\]]*\]$", ""))
         )
         # These lines only mark blocks. Maneuver and covariance blocks have keywords of their own.
         .filter(~pl.col("text").str.contains(r"^\s*(META|DATA|COVARIANCE)_(START|STOP)\s*$"))

@@ -179,7 +179,7 @@ class Downloader:
     def _retry_after_s(self, headers: Mapping[str, str]) -> float | None:
         """Return the seconds of `Retry-After`, a number or a date; None if it is missing or invalid."""
         header_value = headers.get("retry-after", "").strip()
-        if header_value.isdigit():
+        if header_value.isascii() and header_value.isdigit():
             return float(header_value)
         try:
             return (
@@ -187,5 +187,5 @@ class Downloader:
                 if header_value
                 else None
             )
-        except ValueError:
+        except (ValueError, OverflowError):  # no date, or one that no datetime can hold
             return None
