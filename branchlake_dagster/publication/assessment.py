@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from dagster import (
@@ -35,6 +36,7 @@ from branchlake_dagster.publication.verdict import (
     CheckName,
     EventPosition,
     RunEvidence,
+    StepOfRun,
     Verdict,
     WrittenPartition,
     judge_evidence,
@@ -68,13 +70,19 @@ from branchlake_dagster.tables.specification import (
     unwrap_metadata,
 )
 
+_STEP_ENDS = {
+    DagsterEventType.STEP_SUCCESS,
+    DagsterEventType.STEP_FAILURE,
+    DagsterEventType.STEP_UP_FOR_RETRY,
+}
 _EVENT_TYPES = {
     DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.ASSET_MATERIALIZATION,
     DagsterEventType.LOADED_INPUT,
     DagsterEventType.ENGINE_EVENT,
-    DagsterEventType.STEP_UP_FOR_RETRY,
+    DagsterEventType.STEP_START,
+    *_STEP_ENDS,
 }
 
 
@@ -103,14 +111,20 @@ def collect_evidence(
     unnamed_reads: set[str] = set()
     branch_heads: set[str] = set()
     attempts: Counter[tuple[str, str | None]] = Counter()
+    step_starts: dict[tuple[str, str | None], EventPosition] = {}
+    step_ends: dict[StepOfRun, EventPosition] = {}
     for position, record in _iter_positioned_events(instance, runs):
         event = record.event_log_entry.dagster_event
         if event is None:
             continue
         step_key = record.event_log_entry.step_key
         attempt = attempts[record.run_id, step_key]
-        if event.event_type == DagsterEventType.STEP_UP_FOR_RETRY:
-            attempts[record.run_id, step_key] += 1
+        if event.event_type == DagsterEventType.STEP_START:
+            step_starts[record.run_id, step_key] = position
+        elif event.event_type in _STEP_ENDS:
+            step_ends[StepOfRun(record.run_id, step_key or "")] = position
+            if event.event_type == DagsterEventType.STEP_UP_FOR_RETRY:
+                attempts[record.run_id, step_key] += 1
         elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
             planned_check = event.asset_check_planned_data
             check_name = (planned_check.asset_key.to_user_string(), planned_check.check_name)
@@ -129,6 +143,8 @@ def collect_evidence(
                 description=result.description or "",
                 failing_rows=_get_int(result.metadata, "failing_rows"),
                 attempt=attempt,
+                table=find_table_name(result.asset_key, default_namespace),
+                step_start=step_starts.get((record.run_id, step_key)),
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
             table = _event_metadata(event).get(EventMetadata.TABLE)
@@ -165,6 +181,8 @@ def collect_evidence(
         frozenset(read_tables),
         frozenset(unnamed_reads),
         frozenset(branch_heads),
+        step_ends,
+        tuple(run.run_id for run in runs),
     )
 
 
@@ -432,14 +450,20 @@ class Assessor:
         )
         if all_steps_succeeded or already_published:
             evidence = replace(evidence, succeeded=True)
+        objection = None
         if evidence.succeeded and not already_published:
             changed_columns = self._find_changed_columns(changes, evidence.frozen_tables)
             evidence = replace(evidence, changed_columns=changed_columns)
+            commits = self._load_commits(branch, base_hash, changes, evidence, runs or (run,))
+            if isinstance(commits, str):
+                objection = commits
+            else:
+                read_metadata = cache(self._read_metadata)
+                objection = commits.find_objection(read_metadata)
+                if not objection:
+                    evidence = replace(evidence, code_writers=_find_code_writers(commits, read_metadata))
         verdict = judge_evidence(evidence, strict_tables=self._settings.require_checks)
         reason, state, candidate = None, RunState.PUBLISHED, None
-        objection = None
-        if evidence.succeeded and not already_published:
-            objection = self._find_objection(branch, base_hash, changes, evidence, runs or (run,))
         if not evidence.succeeded:
             reason, state = f"the run ended as {run.status.value.lower()}", RunState.DISCARDED
         elif objection:
@@ -504,18 +528,18 @@ class Assessor:
         old, new = columns
         return tuple(name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name))
 
-    def _find_objection(
+    def _load_commits(
         self,
         branch: Reference,
         base_hash: str,
         changes: tuple[DiffEntry, ...],
         evidence: RunEvidence,
         runs: Sequence[DagsterRun],
-    ) -> str | None:
-        """Return why the branch contains more or less than its runs wrote, as a clause; None if it does not.
+    ) -> BranchCommits | str:
+        """Load the commits of the branch. Returns a clause if the branch no longer starts from the base.
 
-        Costs one request to Nessie, and reads of metadata files only for commits by Spark. `changes` are the
-        differences between the base and the branch. `runs` are the runs that worked on the branch.
+        Costs one request to Nessie. `changes` are the differences between the base and the branch. `runs` are
+        the runs that worked on the branch.
         """
         entries: list[LogEntry] = []
         if branch.hash != base_hash:
@@ -528,7 +552,7 @@ class Assessor:
         base_tables = (
             entry.from_content for entry in changes if isinstance(entry.from_content, IcebergTable)
         )
-        commits = BranchCommits(
+        return BranchCommits(
             branch.name,
             base_hash,
             {table.content_id or "": table.snapshot_id for table in base_tables},
@@ -536,4 +560,13 @@ class Assessor:
             evidence.branch_heads,
             {run.run_id for run in runs},
         )
-        return commits.find_objection(self._read_metadata)
+
+
+def _find_code_writers(
+    commits: BranchCommits, read_metadata: ReadMetadata
+) -> dict[str, frozenset[StepOfRun]]:
+    """Return the steps whose code changed a table, by the table's dotted name."""
+    writers: dict[str, set[StepOfRun]] = {}
+    for write in commits.iter_code_writes(read_metadata):
+        writers.setdefault(write.key.name, set()).add(StepOfRun(write.run_id, write.step))
+    return {table: frozenset(steps) for table, steps in writers.items()}

@@ -6,6 +6,7 @@ Evidence (`RunEvidence`) records what a finished run did and which rules its ass
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -36,6 +37,11 @@ class EventPosition:
         """Return whether both events belong to the same run."""
         return self._run_index == other._run_index
 
+    @classmethod
+    def end_of_run(cls, run_index: int) -> EventPosition:
+        """Return the position after all events of a run, and before those of the runs that continue it."""
+        return cls(run_index, sys.maxsize)
+
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -54,6 +60,18 @@ class CheckEvaluation:
     """The number of rows that fail the check; None if the check does not count them."""
     attempt: int = 0
     """How often the step was repeated in its run before this event."""
+    table: str | None = None
+    """The dotted name of the checked asset's table; None if its key cannot name a table."""
+    step_start: EventPosition | None = None
+    """The start of the step; None if no step evaluated the check."""
+
+
+@dataclass(frozen=True)
+class StepOfRun:
+    """A step of one of the runs that worked on the branch."""
+
+    run_id: str
+    step_key: str
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,12 @@ class RunEvidence:
     """Descriptions of reads by serializable assets whose tables are not known."""
     branch_heads: frozenset[str] = frozenset()
     """The branch hashes that the runs recorded after their writes."""
+    step_ends: Mapping[StepOfRun, EventPosition] = field(default_factory=dict)
+    """The last end of each step. A step that was killed has none."""
+    run_ids: tuple[str, ...] = ()
+    """The runs that worked on the branch, oldest first."""
+    code_writers: Mapping[str, frozenset[StepOfRun]] = field(default_factory=dict)
+    """The steps whose code changed a table by SQL or through the catalog, by the table's dotted name."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns that differ between base and branch, by frozen table; without unchanged tables."""
 
@@ -242,7 +266,8 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     - The run did not succeed.
     - A planned check has no evaluation: it crashed or was skipped.
     - A check of severity ERROR failed.
-    - A check ran before the data that it checks was written.
+    - A check ran before the data that it checks was written, or while the code of another step could still
+      change its table.
     - A check of a written asset was left out, completely or for a written partition.
     - A written asset requires checks and has none.
     - With `strict_tables`: a changed table, view or function belongs to no materialized asset, so no check
@@ -257,6 +282,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
         *_iter_missing(evidence),
         *_iter_failed(evidence),
         *_iter_stale(evidence),
+        *_iter_changed_by_code(evidence),
         *_iter_omitted(evidence),
     ]
     reasons += _iter_unknown_reads(evidence)
@@ -316,6 +342,33 @@ def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
             )
             if is_same_data and not is_same_step and written.position > result.position:
                 why = f"check {_format_check(name, partition)} ran before the last write of {asset}"
+                yield CodedReason(why, "check_before_write")
+
+
+def _iter_changed_by_code(evidence: RunEvidence) -> Iterator[CodedReason]:
+    """Iterate over the checks whose table the code of a step may have changed after they had read it.
+
+    A step that ended before the check's step started is no danger, and neither is the code of a step that
+    evaluates checks of its own asset.
+    """
+    own_steps = {
+        (asset, StepOfRun(written.run_id, written.step_key))
+        for (asset, _), written in evidence.written_partitions.items()
+        if written.step_key is not None
+    }
+    run_indexes = {run_id: index for index, run_id in enumerate(evidence.run_ids)}
+    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
+        start = result.step_start or result.position
+        for writer in sorted(evidence.code_writers.get(result.table or "", ()), key=repr):
+            run_end = EventPosition.end_of_run(run_indexes.get(writer.run_id, len(run_indexes)))
+            is_check_step = writer.step_key == result.step_key and run_end.is_same_run(result.position)
+            if is_check_step and (name[0], writer) in own_steps:
+                continue
+            if evidence.step_ends.get(writer, run_end) > start:
+                why = (
+                    f"check {_format_check(name, partition)} ran before step {writer.step_key} had changed"
+                    f" {result.table}"
+                )
                 yield CodedReason(why, "check_before_write")
 
 

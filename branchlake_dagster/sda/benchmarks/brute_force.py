@@ -5,8 +5,8 @@ alone, at every tenth second. A k-d tree gives all pairs of objects that are nea
 instant. If the distance of a pair has a minimum between two instants, Brent's method finds the root of the
 range rate, with SGP4 evaluated at each iteration: no state is interpolated.
 
-The kinds of events are those of the documentation (docs/space-conjunctions.md). Minutes are counted from the start of the
-span:
+The kinds of events are those of the documentation (docs/space-conjunctions.md). Minutes are counted from the
+start of the span:
 
 - `together`: The pair is within the threshold at both ends of a minute. A pair has one such event for all of
   these minutes, with the closest moment in them.
