@@ -294,7 +294,7 @@ def test_simulated_sensors_into_files(tmp_path: Path) -> None:
         (["simulate", "--landing", "x"], "fill the disk"),
         (["simulate", "--landing", "x", "--seconds", "1", "--rate", "sonar=1"], "is no rate"),
         (["simulate", "--landing", "x", "--seconds", "1", "--corrupted", "2"], "A share"),
-        (["simulate", "--landing", "x", "--seconds", "1", "--start", "soon"], "is no time"),
+        (["simulate", "--landing", "x", "--seconds", "1", "--start", "soon"], "not a time"),
     ],
 )
 def test_options_that_make_no_sense(options: list[str], told: str) -> None:
