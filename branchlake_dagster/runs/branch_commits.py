@@ -9,7 +9,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.history.capture import snapshots_between
-from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 from branchlake_dagster.stored_names import LakeProperty
 
 ReadMetadata = Callable[[str], TableMetadata | None]
@@ -77,7 +77,7 @@ _CLIENT_PROPERTY = "application-type"
 
 @dataclass(frozen=True)
 class CodeWrite:
-    """A change of a table that the code of a step made by SQL or through the catalog.
+    """A change or drop of a table that the code of a step made by SQL or through the catalog.
 
     `key` is the table's key, `run_id` the run, and `step` the key of the step.
     """
@@ -137,18 +137,20 @@ class BranchCommits:
         return None
 
     def iter_code_writes(self, read_metadata: ReadMetadata) -> Iterator[CodeWrite]:
-        """Iterate over the changes of tables that the code of steps made, oldest first.
+        """Iterate over the changes of tables, views and namespaces that the code of steps made, oldest first.
 
         Rows that the IO manager wrote are not among them, and neither are changes by Spark that add no
-        snapshot, which name no step. `read_metadata` is called only for Spark commits.
+        snapshot, such as ALTER, DROP and rollbacks: these name no step. `read_metadata` is called only for
+        Spark commits.
         """
         snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
         for entry in reversed(self.entries):
             properties = entry.commit.properties
             if LakeProperty.RUN_ID in properties:
                 if step := properties.get(LakeProperty.CODE_OF_STEP):
-                    for key, _ in iter_put_tables(entry):
-                        yield CodeWrite(key, properties[LakeProperty.RUN_ID], step)
+                    for operation in entry.operations:
+                        if isinstance(operation, Put | Delete):
+                            yield CodeWrite(operation.key, properties[LakeProperty.RUN_ID], step)
             else:
                 for key, table in iter_put_tables(entry):
                     for snapshot in find_added_snapshots(table, snapshots, read_metadata, newest) or ():

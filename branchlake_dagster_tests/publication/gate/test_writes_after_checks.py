@@ -60,6 +60,21 @@ def test_a_later_step_that_changes_a_checked_table_is_not_published(
         assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
 
 
+def test_a_later_step_that_drops_a_checked_table_is_not_published(
+    lakehouse: Lakehouse, namespace: str, checked: dg.AssetsDefinition
+) -> None:
+    @dg.asset(key=[namespace, "other"], deps=[checked], metadata=FREE)
+    def other(lakehouse: LakehouseResource) -> pl.DataFrame:
+        lakehouse.catalog().drop_table(tuple(checked.key.path))
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, checked, check_of(checked)) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+    with project(lakehouse, checked, check_of(checked), other) as p:
+        outcome = p.settle(p.run())
+        assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
+
+
 def test_a_check_that_changes_its_own_table_is_not_published(
     lakehouse: Lakehouse, checked: dg.AssetsDefinition
 ) -> None:
