@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.ingest import ingest_batch
+from branchlake_dagster.ingest.batch_passes import ingest_divided_batch
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
 from branchlake_dagster.ingest.record_frames import (
     RecordPosition,
@@ -124,5 +124,5 @@ def test_a_server_that_fails_during_the_search_is_no_fault_of_a_record(failure: 
     planned: Any = SimpleNamespace(ingestion_tables=tables)
     passes: Any = SimpleNamespace(undo_table_changes=lambda _: None, run_on_empty_record=fail)
     with pytest.raises(ValueError if isinstance(failure, OSError) else type(failure)) as raised:
-        ingest_batch._ingest_divided_batch(planned, passes, "hash", first)
+        ingest_divided_batch(planned, passes, "hash", first)
     assert raised.value is (first if isinstance(failure, OSError) else failure)
