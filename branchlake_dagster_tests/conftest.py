@@ -1,7 +1,7 @@
 """One embedded lakehouse for each process of a test session, shared by all its tests that need one.
 
-`BRANCHLAKE_TEST_STATE_DIR` names a state folder whose servers are kept running between sessions, which
-makes a single test start in milliseconds while one works on it.
+`BRANCHLAKE_TEST_STATE_DIR` names a state folder whose servers keep running between sessions. A single test then
+starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 from branchlake_dagster_tests.suite.own_project import ignore_own_project
 
-# Many tests speak to Nessie themselves, as anybody could; embedded/test_token.py tests the token.
+# Many tests call Nessie directly, without the token; embedded/test_token.py tests the token.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
-# Servers end before what the second compiler makes pays: it would take half of their time. Without it the JVM
-# reserves a fifth of the usual memory for code, and a full one ended the Spark server that all tests share.
+# The servers end before the second JIT compiler pays off: it would take half of their CPU time. Without it the JVM
+# reserves only a fifth of the usual code cache, and a full code cache once stopped the shared Spark server.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m")
-# A machine that is taken starts servers slowly.
+# A busy machine starts servers slowly.
 os.environ.setdefault("BRANCHLAKE_STARTUP_TIMEOUT_S", "240")
 
-# How long an example takes is the machine's matter.
+# The time of an example depends on the machine.
 hypothesis.settings.register_profile("branchlake", deadline=None)
 hypothesis.settings.load_profile("branchlake")
 
@@ -65,9 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     copy_run_databases()
     do_not_wait_for_the_disk()
     remember_model_fields()
-    handed: dict[str, Any] | None = getattr(config, "workerinput", None)
-    if handed is not None:
-        lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])
+    worker_input: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker_input is not None:
+        lakes = Lakes(Path(worker_input[_SHARED]), worker_input["workerid"], worker_input[_KEPT])
     elif (kept := kept_folder()) is not None:
         lakes = Lakes(kept, kept=True)
     else:
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist where the session's servers are."""
+    """Pass the location of the session's servers to a worker of pytest-xdist."""
     lakes = node.config.stash[LAKES]
     node.workerinput |= {_SHARED: str(lakes.shared), _KEPT: lakes.kept}
 
@@ -89,7 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.Lon
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
-    """Stop the servers when the workers have ended, and when ending them broke, as it may after Ctrl-C."""
+    """Stop the servers after the workers, even if stopping the workers failed, for example after Ctrl-C."""
     try:
         return (yield)
     finally:
@@ -97,17 +97,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
         lakes.leave()
         if not lakes.worker:
             lakes.end()
-            # The servers' logs stay when a test failed.
+            # Keep the logs of the servers if a test failed.
             if not lakes.kept and (exitstatus == pytest.ExitCode.OK or not any(lakes.shared.iterdir())):
                 shutil.rmtree(lakes.shared, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what stays until the end out of the garbage collector's rounds.
+    """Exclude the objects that live until the end from garbage collection.
 
-    Thousands of tests and all that they import are a million objects. To look through them again and again was a
-    fifth of the collection's time, and then a part of every test's.
+    Thousands of tests and their imports are a million objects. Scanning them repeatedly took a fifth of the time of
+    the collection, and a part of the time of every test.
     """
     gc.disable()
     try:
@@ -118,15 +118,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Name bytes that are no text by their argument alone.
+    """Name binary parameters by their argument only.
 
-    Compressed bytes hold the time at which they were made, so that the workers would collect different tests.
+    Compressed bytes contain the time of compression, so the workers would collect tests with different names.
     """
     return argname if isinstance(val, bytes) and not (val.isascii() and val.decode().isprintable()) else None
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries tell of what is left when the interpreter ends
+    gc.unfreeze()  # libraries report unreleased objects when the interpreter ends
 
 
 # -- the tests -----------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, None, None]:
     soak.deselect(config, items)
     tiers.assign(items)
-    yield  # `-m` and `-k` choose
+    yield  # pytest applies `-m` and `-k`
     schedule.arrange(items)
 
 
@@ -155,14 +155,14 @@ def state_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(autouse=True)
 def shared_spark(request: pytest.FixtureRequest) -> None:
-    """Tests that have Spark find the session's server in the lake that they share."""
+    """Connect the lake of a test that uses Spark to the session's Spark server."""
     if tiers.has_spark(request.node) and "lakehouse" in request.fixturenames:
         request.config.stash[LAKES].join_spark()
 
 
 @pytest.fixture(scope="session")
 def lakehouse(state_dir: Path) -> Lakehouse:
-    """The embedded lakehouse; its `main` has a first commit."""
+    """The embedded lakehouse. `main` has a first commit."""
     lake = Lakehouse(Settings(state_dir=state_dir))
     ensure_main_has_commit(lake.nessie)
     return lake
@@ -178,7 +178,7 @@ def nessie_uri(lakehouse: Lakehouse) -> str:
 
 @pytest.fixture(scope="session")
 def spark_session(lakehouse: Lakehouse, pytestconfig: pytest.Config) -> Iterator[SparkSession]:
-    """A Connect session on `main`, for tests that write no table."""
+    """A Spark Connect session on `main`, for tests that write no table."""
     pytestconfig.stash[LAKES].join_spark()
     session = lakehouse.spark_session()
     yield session
@@ -187,11 +187,11 @@ def spark_session(lakehouse: Lakehouse, pytestconfig: pytest.Config) -> Iterator
 
 @pytest.fixture(scope="session")
 def kafka(pytestconfig: pytest.Config) -> Broker:
-    """The broker of the session, of all workers: topics of one's own are made with `kafka.topic()`."""
+    """The broker that all workers share. `kafka.topic()` creates a topic for one test."""
     return Broker(pytestconfig.stash[LAKES].kafka())
 
 
 @pytest.fixture
 def namespace() -> str:
-    """A namespace of the test's own, so that tests may publish to the shared `main`."""
+    """A new namespace, so that tests can publish to the shared `main` without conflicts."""
     return f"t{uuid.uuid4().hex[:12]}"

@@ -1,4 +1,4 @@
-"""A real `dagster dev` on the shared lakehouse, and speaking to it as the UI does."""
+"""Runs a real `dagster dev` on the shared lakehouse, and calls it as the UI does."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ mutation Launch($params: ExecutionParams!) {
 def home_of(
     lake: Lakehouse, namespace: str, home: Path, *, more: Mapping[str, str] | None = None, config: str = ""
 ) -> Iterator[dict[str, str]]:
-    """Dagster's home in this process's environment, with `config` added to it; gives what a daemon needs."""
+    """Create a Dagster home with `config` appended, and set DAGSTER_HOME within the block.
+
+    Yields the environment variables that a daemon needs.
+    """
     environment = {
         "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
         "BRANCHLAKE_TEST_NAMESPACE": namespace,
         **(more or {}),
     }
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # Set before `dagster_home` sets them, so that they are put back afterwards.
+        # Set before `dagster_home` sets them, so that monkeypatch restores them.
         for name, value in {**environment, "DAGSTER_HOME": str(home)}.items():
             monkeypatch.setenv(name, value)
         dagster_home(lake.settings)
@@ -43,7 +46,7 @@ def home_of(
 
 @contextmanager
 def daemon_of(module: str, lake: Lakehouse, namespace: str, home: Path, **options: Any) -> Iterator[str]:
-    """The address of a webserver with its daemon; `options` are those of `home_of`."""
+    """Start a webserver with its daemon and yield its URL. `options` are those of `home_of`."""
     with (
         home_of(lake, namespace, home, **options) as environment,
         dagster_dev(module, home=home, environment=environment) as url,
@@ -58,7 +61,7 @@ def graphql(url: str, query: str, **params: Any) -> Any:
 
 
 def launch(url: str, module: str, *path: str) -> str:
-    """The id of a launched run of one asset."""
+    """Launch a run of one asset and return the run id."""
     selector = {
         "repositoryLocationName": module,
         "repositoryName": "__repository__",
@@ -69,9 +72,9 @@ def launch(url: str, module: str, *path: str) -> str:
 
 
 def wait_for(what: Callable[[], Any], *, seconds: float = 300.0, every_s: float = 0.5) -> Any:
-    """Ask until the answer is true. Asking takes computing time from the daemon that is waited for."""
+    """Call `what` until its result is true, and return the result. Each call takes CPU time from the daemon."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
+    while not (result := what()):
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
         time.sleep(every_s)
-    return found
+    return result

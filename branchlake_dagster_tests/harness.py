@@ -1,4 +1,4 @@
-"""Running assets and the reconciler against the shared lakehouse, as the daemon would."""
+"""Runs assets and the reconciler in the test's process, as Dagster's daemon does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from branchlake_dagster_tests.suite.instances import new_instance
 
 @dataclass
 class Project:
-    """A code location made of the given assets and checks, with a Dagster instance of its own."""
+    """A code location with the given assets and checks, and its own Dagster instance."""
 
     lake: Lakehouse
     instance: dg.DagsterInstance
@@ -43,7 +43,7 @@ class Project:
     def run(
         self, *assets: dg.AssetKey | str, partition: str | None = None, ok: bool = True, **options: Any
     ) -> str:
-        """Materialise in process and return the run id."""
+        """Materialize in this process and return the run id."""
         job = self.definitions.resolve_implicit_global_asset_job_def()
         selection = [dg.AssetKey.from_coercible(a) if isinstance(a, str) else a for a in assets] or None
         result = job.execute_in_process(
@@ -58,7 +58,7 @@ class Project:
         return result.run_id
 
     def failed_with(self, kind: type[BranchlakeError], *texts: str) -> None:
-        """The last run's one failed step ended in our `kind` of error, which says `texts`."""
+        """Require that the only failed step of the last run failed with this class of error, with `texts` in its message."""
         (failure,) = [e for e in self.last.all_events if e.is_step_failure]
         error = failure.step_failure_data.error
         assert error is not None
@@ -76,7 +76,7 @@ class Project:
         return Reconciler.from_lake(self.lake, self.instance, self.graph, **options)
 
     def settle(self, run_id: str) -> Outcome:
-        """What the publication sensor does about one run."""
+        """Publish or discard the branch of a run, as the publication sensor does."""
         outcome = self.reconciler().reconcile_run(run_id)
         assert outcome is not None
         return outcome
@@ -96,7 +96,10 @@ class Project:
 def retry(
     p: Project, parent_id: str, *steps: str, ok: bool = True, assets: Collection[dg.AssetKey] = ()
 ) -> str:
-    """Retry from failure, or of the given steps, as the UI does; the run id. `assets` (all): those of the run."""
+    """Retry a run from failure, or only the given steps, as the UI does, and return the run id.
+
+    `assets` are the assets of the run; empty means all.
+    """
     parent = p.instance.get_run_by_id(parent_id)
     assert parent is not None
     job = p.definitions.resolve_implicit_global_asset_job_def()
@@ -125,7 +128,7 @@ def retry(
 
 
 def assign_main(lake: Lakehouse, to: str) -> None:
-    """What `ASSIGN BRANCH` does, which our client has no need of."""
+    """Move `main` to a hash, as Nessie's `ASSIGN BRANCH` does. The product's client cannot do this."""
     if isinstance(lake.nessie._transport, DirectTransport):
         lake.nessie._transport.server.history.references[MAIN] = Pointer("BRANCH", to)
         return
@@ -141,9 +144,9 @@ def assign_main(lake: Lakehouse, to: str) -> None:
 
 
 def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Publication]:
-    """What the ledger says of `branches`."""
-    wanted = set(branches)
-    return {one.branch: one for one in iter_publications(client) if one.branch in wanted}
+    """Return the publications of these branches in the ledger."""
+    names = set(branches)
+    return {one.branch: one for one in iter_publications(client) if one.branch in names}
 
 
 @contextmanager
@@ -153,10 +156,10 @@ def project(
     instance: dg.DagsterInstance | None = None,
     resources: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Project]:
-    """A project of assets and asset checks, with a new instance on Dagster's default storage unless given one."""
+    """Open a project of assets and asset checks. Without `instance` it gets a new one with Dagster's default storage."""
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
-    # Without its token: that comes from the environment at each run, which tests change in between.
+    # Secrets are omitted: each run reads them from the environment, which tests change between runs.
     resource = LakehouseResource.from_settings(
         lake.settings.model_copy(update=dict.fromkeys(Settings.secret_names()))
     )

@@ -1,4 +1,4 @@
-"""What a machine may lack, and what a CI machine may not."""
+"""Programs that a developer's machine may lack, but a CI machine may not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 
 def absent(what: str, *, hint: str) -> NoReturn:
-    """Skip the test because a program is absent; with `CI` set, where nobody reads what was skipped, fail."""
-    told = f"{what} is missing; {hint}"
+    """Skip the test because a program is missing. Fail if `CI` is set, where nobody reads about skipped tests."""
+    message = f"{what} is missing; {hint}"
     if os.environ.get("CI"):
-        pytest.fail(told)
-    pytest.skip(told)
+        pytest.fail(message)
+    pytest.skip(message)

@@ -1,4 +1,4 @@
-"""The command line as click has it."""
+"""The command line, as click describes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 
 def subcommands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    """The commands of a group by name, those that it imports from other modules included."""
+    """Return the commands of a group by name, including those that it imports lazily from other modules."""
     with click.Context(group) as context:
         for name in group.list_commands(context):
             command = group.get_command(context, name)

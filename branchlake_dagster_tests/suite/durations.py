@@ -1,7 +1,7 @@
-"""How long tests took: `durations.json`, by which the longest are begun with.
+"""The recorded durations of the tests in `durations.json`, by which the longest tests start first.
 
-`make durations` writes it from the report of the last `make test`. It need not be up to date: only the order of
-tests follows from it.
+`make durations` writes the file from the report of the last `make test`. It may be out of date, because only the
+order of the tests depends on it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from statistics import fmean
 from xml.etree import ElementTree as Xml
 
 FOLDER = "branchlake_dagster_tests/"
-"""Where node ids begin, and where `durations.json` names no more what it is about."""
+"""The prefix of all node ids. `durations.json` omits it."""
 _ROOT = Path(__file__).parents[2]
 _FILE = Path(__file__).with_name("durations.json")
 _LONG_S = 1.0
-"""Tests that take less are recorded by the mean of their file."""
+"""Shorter tests are recorded only as the mean of their file."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of tests: the seconds of its long tests, by name, and the mean of the others."""
+    """One file of tests: the seconds of its long tests by name, and the mean of the others."""
 
     mean_s: float
     long_s: Mapping[str, float]
@@ -36,63 +36,63 @@ Record = Mapping[str, FileRecord]
 
 
 def split(nodeid: str) -> tuple[str, str]:
-    """A node id as file, relative to the tests' folder, and test."""
+    """Split a node id into the file, relative to the tests' folder, and the test."""
     file, _, test = nodeid.partition("::")
     return file.removeprefix(FOLDER), test
 
 
 def expected_s(record: Record, nodeid: str) -> float:
-    """The seconds of a test: its own, else its file's mean, else the mean of all files."""
+    """Return the recorded seconds of a test, else the mean of its file, else the mean of all files."""
     file, test = split(nodeid)
-    if (found := record.get(file)) is None:
+    if (file_record := record.get(file)) is None:
         return fmean([one.mean_s for one in record.values()] or [0.0])
-    return found.long_s.get(test, found.mean_s)
+    return file_record.long_s.get(test, file_record.mean_s)
 
 
 def recorded(seconds: Mapping[str, float], before: Record) -> dict[str, FileRecord]:
-    """The record of a run, from node ids to seconds. Files that it did not run keep what they had `before`."""
+    """Return the record after a run that took these seconds by node id. Files that did not run keep their record `before`."""
     files: dict[str, dict[str, float]] = defaultdict(dict)
     for nodeid, took in seconds.items():
         file, test = split(nodeid)
         files[file][test] = took
-    made = dict(before)
+    record = dict(before)
     for file, tests in files.items():
         long = {name: round(took, 1) for name, took in sorted(tests.items()) if took >= _LONG_S}
         others = [took for name, took in tests.items() if name not in long]
-        made[file] = FileRecord(round(fmean(others or tests.values()), 3), long)
-    return dict(sorted(made.items()))
+        record[file] = FileRecord(round(fmean(others or tests.values()), 3), long)
+    return dict(sorted(record.items()))
 
 
 def read(path: Path = _FILE) -> Record:
-    """The record as it is in the repository."""
+    """Read the record from its file, by default the one in the repository."""
     return {file: FileRecord(one["mean"], one["long"]) for file, one in json.loads(path.read_text()).items()}
 
 
 def write(record: Record, path: Path = _FILE) -> None:
-    """Replace the record, without files that are gone."""
-    told = {
+    """Write the record without files that no longer exist."""
+    content = {
         file: {"mean": one.mean_s, "long": dict(one.long_s)}
         for file, one in record.items()
         if (_ROOT / FOLDER / file).is_file()
     }
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def seconds_of(report: Path) -> dict[str, float]:
-    """Node ids and seconds from a report that `pytest --junitxml` wrote."""
-    found: dict[str, float] = {}
+    """Return the seconds by node id from a report of `pytest --junitxml`."""
+    seconds: dict[str, float] = {}
     for case in Xml.parse(report).iter("testcase"):
         parts = case.attrib["classname"].split(".")
         for length in range(len(parts), 0, -1):
             file = "/".join(parts[:length]) + ".py"
             if (_ROOT / file).is_file():
                 nodeid = "::".join([file, *parts[length:], case.attrib["name"]])
-                found[nodeid] = found.get(nodeid, 0.0) + float(case.attrib["time"])
-    return found
+                seconds[nodeid] = seconds.get(nodeid, 0.0) + float(case.attrib["time"])
+    return seconds
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Record what the given reports say."""
+    """Record the durations in the given reports."""
     record: Record = read()
     for report in arguments:
         record = recorded(seconds_of(Path(report)), record)

@@ -1,8 +1,11 @@
-"""Dagster instances on disk whose databases were not migrated anew and which do not capture output.
+"""Dagster instances on disk that are cheap to create and do not capture output.
 
-Making the three databases of an instance takes Dagster 0.3 s of CPU, as much as a run does. They are made once in a process, by
-Dagster; every test's instance starts from a copy. So does the database of each run, which is an eighth of a small run. To capture the output of one run in the test's process, Dagster starts two `tail`
-and two Python processes and waits for their end: a third of a small run's time, for what pytest captures anyway.
+Dagster needs 0.3 s of CPU to create the three databases of an instance, as much as for a run. So Dagster creates
+them once per process, and the instance of every test starts from a copy. The same holds for the database of each
+run, which is an eighth of the cost of a small run.
+
+To capture the output of a run in the test's process, Dagster starts two `tail` and two Python processes and waits
+for their end. That is a third of the time of a small run, and pytest captures the output anyway.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from branchlake_dagster_tests.dagster_internals import (
 
 @contextmanager
 def new_instance(copied_from: Path | None = None) -> Iterator[dg.DagsterInstance]:
-    """As `dg.instance_for_test()`: SQLite in a folder of its own, which is DAGSTER_HOME and goes.
+    """Like `dg.instance_for_test()`: SQLite in a temporary folder, which is DAGSTER_HOME within the block.
 
-    The output of steps is not captured. `copied_from`: the folder of another instance, whose runs and events
-    this one has as well.
+    The output of steps is not captured. `copied_from` is the folder of another instance, whose runs and events
+    are copied.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if copied_from is not None:
@@ -50,10 +53,10 @@ def new_instance(copied_from: Path | None = None) -> Iterator[dg.DagsterInstance
 
 @cache
 def _empty_databases() -> Mapping[str, bytes]:
-    """Path below the instance's folder -> the database, by which no instance has been known yet."""
+    """Return the empty databases of an instance, by path relative to its folder. They contain no instance id."""
     with tempfile.TemporaryDirectory() as folder:
         with dg.instance_for_test(temp_dir=folder) as instance:
-            # Each is made when it is first asked. Its id is not asked for: every copy gets its own.
+            # Dagster creates each database at its first query. The id is not queried, so every copy gets its own.
             instance.get_runs(limit=1)
             instance.fetch_observations(dg.AssetKey("none"), limit=1)
         found: dict[str, bytes] = {}
@@ -66,7 +69,7 @@ def _empty_databases() -> Mapping[str, bytes]:
 
 
 def copy_run_databases() -> None:
-    """Let the database of a run's events start from a copy of the first one that Dagster makes in this process."""
+    """From now on, create the event database of each run by copying the first one that Dagster creates."""
     make: Callable[[SqliteEventLogStorage, Engine, bool], None] = SqliteEventLogStorage._initdb
 
     @cache
@@ -95,38 +98,39 @@ def copy_run_databases() -> None:
 
 
 def without_waiting_for_the_disk(engine: Engine) -> None:
-    """Let the connections of an SQLite engine leave it to the system when the disk has what was committed.
+    """Make the connections of an SQLite engine commit without waiting until the data is on the disk.
 
-    What a killed process has committed is there all the same, and no test takes the power away.
+    Commits still survive a killed process. They do not survive a power failure, which no test simulates.
     """
     event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
 
 
 def prepare_engine(engine: Engine) -> None:
-    """As `without_waiting_for_the_disk`; the engine shares its compiled statements with all others."""
+    """Apply `without_waiting_for_the_disk`, and share compiled statements with all other engines."""
     without_waiting_for_the_disk(engine)
     _share_compiled_statements(engine)
 
 
 def _share_compiled_statements(engine: Engine) -> None:
-    """Let the engines of all databases use one cache of statements: each run has its own database and engine."""
+    """Use one cache of compiled statements for all engines, because each run has its own database and engine."""
     model = _connected_engine()
-    engine.dialect = model.dialect  # a part of each key
+    engine.dialect = model.dialect  # part of each cache key
     engine._compiled_cache = model._compiled_cache
 
 
 @cache
 def _connected_engine() -> Engine:
-    """An engine whose dialect a first connection has initialized."""
+    """Return an engine whose dialect was initialized by a first connection."""
     engine = create_engine("sqlite://")
     with engine.connect():
         return engine
 
 
 def remember_model_fields() -> None:
-    """Let Dagster wrap the fields of a class of resources once, and Pydantic look once at the type of a setting.
+    """Cache two pure functions: how Dagster wraps the fields of a resource class, and Pydantic's inspection of types.
 
-    They do it anew for each resource and each settings object, an eighth of what a small test computes.
+    Both libraries repeat this for each resource and each settings object, which is an eighth of the CPU time of a
+    small test.
     """
     wrap = cache(MODULES_WITH_MODEL_FIELDS[0].model_fields)
     for module in MODULES_WITH_MODEL_FIELDS:
@@ -134,14 +138,14 @@ def remember_model_fields() -> None:
     is_complex: Callable[..., bool] = settings_source._annotation_is_complex
     is_complex_alone = cache(lambda annotation: is_complex(annotation, []))
 
-    def look_once(annotation: Any, metadata: list[Any], init_state: Any = None) -> bool:
+    def inspect_once(annotation: Any, metadata: list[Any], init_state: Any = None) -> bool:
         if metadata or not isinstance(annotation, Hashable):
             return is_complex(annotation, metadata, init_state)
         return is_complex_alone(annotation)
 
-    settings_source._annotation_is_complex = look_once
+    settings_source._annotation_is_complex = inspect_once
 
 
 def do_not_wait_for_the_disk() -> None:
-    """Let files that this process writes be durable as soon as the system has them."""
+    """Turn `os.fsync` of this process into a no-op. No test simulates a power failure."""
     os.fsync = lambda _: None

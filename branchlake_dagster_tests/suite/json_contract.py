@@ -1,4 +1,4 @@
-"""Whatever a command prints with `--json` in a test is compared with the schema that docs/json has for it."""
+"""Compares the output of every command that a test runs with `--json` with its schema in docs/json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JSON_LINES = ("sda-alerts-follow", "sda-receive")
 def schema_of(arguments: Sequence[str]) -> str:
     """The name of the schema for a command line with `--json`."""
     words = [argument for argument in arguments if not argument.startswith("-")]
-    if words[0] in ("receive", "simulate"):  # hidden names from before the group `sda`
+    if words[0] in ("receive", "simulate"):  # hidden aliases that are older than the group `sda`
         return f"sda-{words[0]}"
     if words[:2] == ["sda", "alerts"] and "--follow" in arguments:
         return "sda-alerts-follow"
@@ -36,16 +36,16 @@ def validator(name: str) -> Draft202012Validator:
 
 
 def check_output(arguments: Sequence[str], output: str) -> None:
-    """Raise AssertionError if the output is not what the schema promises."""
+    """Raise AssertionError if the output does not match the schema."""
     name = schema_of(arguments)
     for text in output.splitlines() if name in JSON_LINES else filter(None, [output.strip()]):
-        # Nothing is printed for an error: it is a sentence on standard error.
+        # After an error, standard output is empty: the message is on standard error.
         errors = [f"{one.json_path}: {one.message}" for one in validator(name).iter_errors(json.loads(text))]
         assert not errors, f"branchlake {' '.join(arguments)}: {errors}"
 
 
 def check_every_output() -> None:
-    """From now on each `CliRunner.invoke` with `--json` compares what was printed."""
+    """From now on, check the output of each `CliRunner.invoke` with `--json`."""
     invoke = CliRunner.invoke
 
     def checked(self: CliRunner, cli: Any, args: Any = None, *more: Any, **options: Any) -> Result:

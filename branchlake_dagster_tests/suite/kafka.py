@@ -1,4 +1,4 @@
-"""A topic of a test's own on the session's broker, and records put into it."""
+"""The session's Kafka broker: creates topics for tests and sends records."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 
 
 def as_settings(cluster: KafkaCluster) -> dict[str, str]:
-    """The settings of a code location that works on this cluster, with its login."""
-    found = {
+    """Return the settings of a code location that uses this cluster, including its login."""
+    settings = {
         "kafka_bootstrap": cluster.bootstrap,
         "kafka_security": cluster.security,
         "kafka_sasl_mechanism": cluster.mechanism,
         "kafka_username": cluster.username,
         "kafka_password": cluster.password,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def as_environment(cluster: KafkaCluster) -> dict[str, str]:
-    """The same as variables of the environment."""
+    """Return the same settings as environment variables."""
     return {f"BRANCHLAKE_{name.upper()}": value for name, value in as_settings(cluster).items()}
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is put into a topic. `at` is its time, ms since 1970; None: now."""
+    """A record to send. `at` is its timestamp in milliseconds since 1970; None means now."""
 
     value: bytes | None
     key: bytes | None = None
@@ -44,7 +44,7 @@ class Message:
 
 
 class Broker:
-    """The session's broker. Topics that tests make have names of their own, and are never seen by others."""
+    """The session's broker. Topics have random names, so tests do not see each other's topics."""
 
     def __init__(self, cluster: KafkaCluster) -> None:
         self.cluster = cluster
@@ -62,31 +62,31 @@ class Broker:
         return Producer({**self.cluster.client_options(), **options, **more})
 
     def topic(self, *, partitions: int = 1, **config: str) -> str:
-        """A new topic of this many partitions."""
+        """Create a topic with this number of partitions and return its name."""
         name = f"t{uuid.uuid4().hex[:12]}"
         self.create(name, partitions=partitions, **config)
         return name
 
     def create(self, name: str, *, partitions: int = 1, **config: str) -> None:
-        """Make a topic of this name; `config` with `_` for `.`."""
-        told = {key.replace("_", "."): value for key, value in config.items()}
+        """Create a topic with this name. Names in `config` have `_` in place of `.`."""
+        topic_config = {key.replace("_", "."): value for key, value in config.items()}
         # Records of tests have fixed times, which retention would delete after at most five minutes.
         defaults = {"max.message.bytes": str(8 << 20), "retention.ms": "-1"}
-        wanted = NewTopic(name, partitions, 1, config=defaults | told)
+        wanted = NewTopic(name, partitions, 1, config=defaults | topic_config)
         _until_done(lambda: self._admin.create_topics([wanted])[name].result(30))
 
     def delete(self, name: str) -> None:
-        """Delete a topic, and wait until it is gone."""
+        """Delete a topic and wait until it no longer exists."""
         self._admin.delete_topics([name])[name].result(30)
         _until(lambda: name not in self._admin.list_topics(timeout=10).topics)
 
     def send(self, topic: str, messages: Iterable[Message | bytes]) -> None:
-        """Put messages into a topic, in this order."""
+        """Send messages to a topic, in this order."""
         _send(self._producer, topic, messages)
         self._producer.flush(30)
 
     def transaction(self, topic: str, messages: Iterable[Message | bytes], *, commit: bool) -> None:
-        """Put messages into a topic in a transaction that is committed, or aborted."""
+        """Send messages to a topic in a transaction, which is committed or aborted."""
         producer = self._new_producer(**{"transactional.id": uuid.uuid4().hex})
         producer.init_transactions(30)
         producer.begin_transaction()
@@ -99,7 +99,7 @@ class Broker:
 
     @contextmanager
     def transaction_of(self, group: str, topic: str, offsets: Mapping[int, int]) -> Iterator[None]:
-        """Commit offsets for a group in a transaction, as a sink does that writes to Kafka exactly once."""
+        """Commit offsets of a group in a transaction at the end of the block, as an exactly-once sink does."""
         producer, consumer = (
             self._new_producer(**{"transactional.id": uuid.uuid4().hex}),
             self.consumer(group),
@@ -115,7 +115,7 @@ class Broker:
             consumer.close()
 
     def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Commit offsets by partition as a consumer of the group, which then leaves it."""
+        """Commit offsets by partition as a consumer that joins the group and then leaves it."""
         consumer = self.consumer(group)
         try:
             wanted = [TopicPartition(topic, partition, offset) for partition, offset in offsets.items()]
@@ -125,7 +125,7 @@ class Broker:
             consumer.close()
 
     def consumer(self, group: str, *topics: str) -> Consumer:
-        """A consumer of the group, which is its member once it has polled if it subscribes to topics."""
+        """Return a consumer of the group. With topics it subscribes, and is a member after its first poll."""
         options = {"group.id": group, "enable.auto.commit": False, "auto.offset.reset": "earliest"}
         consumer = Consumer({**self.cluster.client_options(), **options})
         if topics:
@@ -133,7 +133,7 @@ class Broker:
         return consumer
 
     def delete_group(self, group: str) -> None:
-        """Delete a consumer group with its offsets, as Kafka does when they have expired."""
+        """Delete a consumer group with its offsets, as Kafka does when they expire."""
         _until_done(lambda: self._admin.delete_consumer_groups([group])[group].result(30))
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
@@ -146,7 +146,7 @@ class Broker:
 def _send(producer: Producer, topic: str, messages: Iterable[Message | bytes]) -> None:
     failed: list[object] = []
 
-    def told(error: object, _: object) -> None:
+    def remember_failure(error: object, _: object) -> None:
         if error is not None:
             failed.append(error)
 
@@ -159,7 +159,7 @@ def _send(producer: Producer, topic: str, messages: Iterable[Message | bytes]) -
             key=message.key,
             partition=message.partition,
             headers=list(message.headers),
-            on_delivery=told,
+            on_delivery=remember_failure,
             **more,
         )
         producer.poll(0)
@@ -183,5 +183,5 @@ def _until_done(ask: Callable[[], object]) -> None:
 def _until(done: Callable[[], bool], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not done():
-        assert time.monotonic() < end, "the broker has not done it"
+        assert time.monotonic() < end, "the broker has not finished in time"
         time.sleep(0.05)

@@ -1,9 +1,8 @@
-"""Where the lakes of a test session are: a Nessie and a warehouse for each worker, one Spark server and one
-Kafka broker for all.
+"""The servers of a test session: a Nessie and a warehouse for each worker, one Spark server and one Kafka broker for all.
 
-A worker's lake is its own, so a test that reaps, sweeps or counts what is on `main` meets no other worker's
-branches. Spark is the dear one, to start and to keep, and needs no worker of its own: a session is given its
-catalogue when it is opened.
+Each worker has its own lake, so a test that reaps, sweeps or counts commits on `main` does not see the branches of
+other workers. Spark is the most expensive server. All workers share it, because each session gets its catalog when
+it is opened.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")
 BROKER_JARS = Path("jars", "kafka")
-"""Where its class path stands; the jars are in Ivy's cache."""
+"""The folder of the broker's class path. The jars are in Ivy's cache."""
 _LENT = (Path("run", "spark.json"), Path("run", "spark.token"))
 _BORROWED = Path("run", "spark.borrowed")
-"""There while what is lent is somebody else's."""
+"""This marker file exists while the lake uses the shared Spark server."""
 _NOWHERE = "http://127.0.0.1:1/api/v2"
-"""The Nessie that Spark itself is told: no session may rely on it."""
+"""The Nessie address in the configuration of the shared Spark server. No session may rely on it."""
 
 
 @dataclass(frozen=True)
 class Lakes:
-    """The state folders of a session. `worker` is empty where there is only one process.
+    """The state folders of a session. `worker` is empty if there is only one process.
 
-    `kept`: the folder is the user's (`BRANCHLAKE_TEST_STATE_DIR`), and its servers run on for the next session.
+    If `kept` is set, the folder is `BRANCHLAKE_TEST_STATE_DIR`, and its servers keep running for the next session.
     """
 
     shared: Path
@@ -45,22 +44,22 @@ class Lakes:
         return self.shared / self.worker if self.worker else self.shared
 
     def prepare(self) -> Path:
-        """`own`, knowing where the jars are if anybody does, which saves a JVM."""
+        """Return `own` after copying known lists of jars to it, so that no JVM has to find them again."""
         for known in (self.shared, Settings().state_dir):
             copy_jar_lists(known, self.own)
         return self.own
 
     def join_spark(self) -> None:
-        """Let the lake of this process use the shared Spark server, which starts if it does not run."""
+        """Make the lake of this process use the shared Spark server. Starts the server if it is not running."""
         if not self.worker or self._has_its_own():
             return
         self.lend_spark(self.own)
         (self.own / _BORROWED).touch()
 
     def lend_spark(self, folder: Path) -> None:
-        """Let the lake in a state folder use the shared Spark server, which starts if it does not run.
+        """Make the lake in a state folder use the shared Spark server. Starts the server if it is not running.
 
-        Whoever stops that lake's servers calls `take_spark_back` before, as it would stop this one too.
+        Call `take_spark_back` before the servers of that lake are stopped; otherwise the shared one is stopped too.
         """
         EmbeddedServers(Settings(state_dir=self.shared, nessie_uri=_NOWHERE, warehouse=None)).endpoints()
         for part in _LENT:
@@ -69,20 +68,20 @@ class Lakes:
 
     @staticmethod
     def take_spark_back(folder: Path) -> None:
-        """Let the lake in a state folder forget the shared Spark server."""
+        """Remove the shared Spark server from the lake in a state folder."""
         for part in (*_LENT, _BORROWED):
             (folder / part).unlink(missing_ok=True)
 
     def kafka(self) -> KafkaCluster:
-        """The broker of the session, which starts if it does not run. Topics part the tests."""
+        """Return the broker of the session. Starts it if it is not running. Each test has its own topics."""
         return EmbeddedKafka(Settings(state_dir=self.shared)).cluster()
 
     def _has_its_own(self) -> bool:
-        """Whether a test of this worker started a Spark server here: to forget it would be to leave it running."""
+        """Whether a test of this worker started its own Spark server here, which must be stopped and not forgotten."""
         return (self.own / _LENT[0]).exists() and not (self.own / _BORROWED).exists()
 
     def leave(self) -> None:
-        """Stop the servers of this process alone."""
+        """Stop the servers of this process only."""
         if self.kept:
             return
         if self.worker and not self._has_its_own():
@@ -90,7 +89,7 @@ class Lakes:
         _down(self.own)
 
     def end(self) -> None:
-        """Stop all servers, also those of workers that died."""
+        """Stop all servers, including those of workers that died."""
         if self.kept:
             return
         for folder in self.shared.glob("gw*"):
@@ -100,7 +99,7 @@ class Lakes:
 
 
 def copy_jar_lists(known: Path, folder: Path) -> None:
-    """Let servers of the state folder `folder` find the jars that those of `known` have found, which saves a JVM each."""
+    """Copy the lists of jars from the state folder `known` to `folder`. Saves one JVM per server."""
     if (known / BROKER_JARS).is_dir() and not (folder / BROKER_JARS).exists():
         shutil.copytree(known / BROKER_JARS, folder / BROKER_JARS)
     if (known / _LISTING).is_file() and not (folder / _LISTING).exists():
@@ -110,11 +109,11 @@ def copy_jar_lists(known: Path, folder: Path) -> None:
 
 def _down(folder: Path) -> None:
     if not (folder / "run").is_dir():
-        return  # nothing was started there
+        return  # no server was started in this folder
     EmbeddedServers(Settings(state_dir=folder)).stop_all()
 
 
 def kept_folder() -> Path | None:
-    """The folder that the user wants to be kept."""
-    named = os.environ.get("BRANCHLAKE_TEST_STATE_DIR")
-    return Path(named).absolute() if named else None
+    """Return the folder of `BRANCHLAKE_TEST_STATE_DIR`, or None if it is not set."""
+    folder = os.environ.get("BRANCHLAKE_TEST_STATE_DIR")
+    return Path(folder).absolute() if folder else None

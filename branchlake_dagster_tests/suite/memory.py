@@ -1,10 +1,10 @@
-"""A lake whose Nessie is in this process's memory: the simulation's, which `nessie/test_simulated_server.py` holds to the real one.
+"""A lake whose Nessie is an in-memory implementation in this process. Its tables are real Iceberg tables in a temporary folder.
 
-Its tables are real Iceberg tables in a folder of the test's own. A module's tests use it with
+`nessie/test_simulated_server.py` compares the in-memory Nessie with the real one. A module's tests use it with
 
     lakehouse = memory.lakehouse
 
-and those of them that are marked `nessie`, `spark`, or with what needs more, use the real Nessie as before.
+Tests of the module that are marked `nessie` or with a higher tier still use the real Nessie.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from branchlake_dagster_tests.suite import tiers
 ON_BOTH = pytest.mark.parametrize(
     "lakehouse", ["in-memory", pytest.param("real", marks=pytest.mark.nessie)], indirect=True
 )
-"""For a test that shall run on both."""
+"""Runs a test on the in-memory and on the real Nessie."""
 
 
 class SharedNessie(InMemoryNessie):
-    """The in-memory Nessie for several threads, by the system's clock."""
+    """An in-memory Nessie for several threads, with the system's clock."""
 
     def __init__(self) -> None:
         super().__init__(clock=lambda: datetime.now(UTC), seed=uuid.uuid4().int)
@@ -49,7 +49,7 @@ class SharedNessie(InMemoryNessie):
 
 
 class NamedTransport(DirectTransport):
-    """The wire to an in-memory Nessie that has an address of its own."""
+    """The transport to an in-memory Nessie with its own address."""
 
     def __init__(self, server: InMemoryNessie, uri: str) -> None:
         super().__init__(server)
@@ -58,7 +58,7 @@ class NamedTransport(DirectTransport):
 
 @contextmanager
 def serve(server: InMemoryNessie) -> Iterator[NessieClient]:
-    """A client of a server in memory, which all of this process have that name its address."""
+    """Return a client of an in-memory server. Every lake in this process with its URI uses this client."""
     uri = f"http://{uuid.uuid4().hex}.invalid/api/v2"
     client = NessieClient(uri, transport=NamedTransport(server, uri), retry=RetryPolicy(budget=RetryBudget()))
     key = (os.getpid(), uri, None, True)
@@ -68,7 +68,7 @@ def serve(server: InMemoryNessie) -> Iterator[NessieClient]:
 
 
 def open_lake(client: NessieClient, folder: Path) -> Lakehouse:
-    """The lake of a server in memory, whose files are in `folder`; its `main` has a first commit."""
+    """Open a lake on an in-memory server with its files in `folder`. `main` has a first commit."""
     lake = Lakehouse(Settings(state_dir=folder, nessie_uri=client.uri), start=False)
     ensure_main_has_commit(lake.nessie)
     return lake
@@ -76,14 +76,14 @@ def open_lake(client: NessieClient, folder: Path) -> Lakehouse:
 
 @pytest.fixture
 def in_memory_nessie() -> Iterator[NessieClient]:
-    """A client of an empty Nessie in memory, which all of this process have that name its address."""
+    """A client of an empty in-memory Nessie. Every lake in this process with its URI uses this client."""
     with serve(SharedNessie()) as client:
         yield client
 
 
 @pytest.fixture
 def lakehouse(request: pytest.FixtureRequest, in_memory_nessie: NessieClient, tmp_path: Path) -> Lakehouse:
-    """As the session's fixture of that name, unless the test is of tier `lake`: then a lake of its own, in memory."""
+    """A new in-memory lake for a test of tier `lake`; the session's real lake for a test of a higher tier."""
     if tiers.tier_of(request.node) != tiers.IN_MEMORY:
         found: Lakehouse = request.getfixturevalue("lakehouse")
         return found

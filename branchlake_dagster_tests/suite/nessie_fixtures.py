@@ -24,7 +24,7 @@ def client(nessie_uri: str) -> Iterator[NessieClient]:
 
 @pytest.fixture
 def new_branch(client: NessieClient) -> Iterator[Callable[..., str]]:
-    """Make branches (empty ones, or at a hash of another) that are gone after the test."""
+    """Creates branches, empty or at a hash of another branch. They are deleted after the test."""
     made: list[str] = []
 
     def make(from_ref: str = "main", from_hash: str | None = None) -> str:
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass
 class FakeServer:
-    """Answers `script` one by one, the last one forever. None: read the request and hang up."""
+    """Gives the answers of `script` in order and repeats the last one. None closes the connection without an answer."""
 
     uri: str = ""
     script: list[tuple[int, Any] | None] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Commands that a test invokes in the repository's folder do not find the repository's own code location.
+"""Prevents commands that a test runs in the repository's folder from loading the repository's own code location.
 
-Its settings are those of the moment at which the process imported it first, so every test would work with the
-lake of an earlier one. A command in a process of its own, or in a folder of the test's, finds what is there.
+Its settings are read when the process first imports it, so later tests would use the lake of an earlier test. A
+command in another process or another folder still loads the code location that it finds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def ignore_own_project() -> None:
-    """From now on the folder of the repository is not a project for commands of this process."""
+    """From now on, commands of this process do not treat the repository's folder as a project."""
     project_files = command_settings.find_project_files
     command_settings.find_project_files = lambda: [] if Path.cwd() == REPOSITORY else project_files()

@@ -1,4 +1,4 @@
-"""Expected errors by their type and fields, so that their sentences can be rewritten."""
+"""Assertions about errors by type and fields, so that their sentences can be rewritten."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _Error = TypeVar("_Error", bound=BaseException)
 def raising(kind: type[_Error], *names: str | int, **fields: Any) -> Iterator[pytest.ExceptionInfo[_Error]]:
     """Require an error of exactly the class `kind`, not of a subclass, with these attributes.
 
-    `names` are names and numbers that its text must contain: a table, a setting, an offset, a command to
-    run. They are not words of the sentence around them.
+    `names` are names and numbers that the message must contain: a table, a setting, an offset, a command to
+    run. Other words of the message are not tested.
 
     Examples:
         .. code-block:: python
@@ -32,7 +32,7 @@ def raising(kind: type[_Error], *names: str | int, **fields: Any) -> Iterator[py
 
 
 def require(error: BaseException | None, kind: type[BaseException], *names: str | int, **fields: Any) -> None:
-    """The same for an error that was caught already, as the cause of another one."""
+    """Require the same of an error that was already caught, for example the cause of another one."""
     __tracebackhide__ = True
     assert type(error) is kind, f"{type(error).__name__} instead of {kind.__name__}: {error}"
     assert {name: getattr(error, name) for name in fields} == fields

@@ -1,4 +1,4 @@
-"""Which worker gets what, and in which sequence: the longest first, so that none of them is left for the end."""
+"""The order of the tests and their distribution to workers. The longest start first, so that no long test runs alone at the end."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ from branchlake_dagster_tests.suite.durations import Record, expected_s, read, s
 SPREAD = frozenset(
     {"io_manager/test_daily_frames.py", "simulation/test_simulation.py", "incremental/test_model.py"}
 )
-"""Long modules whose tests go to several workers. They share nothing that is dear to make."""
+"""Long modules whose tests are distributed over several workers. Their tests share no expensive fixtures."""
 
 
 def module_of(nodeid: str) -> str:
-    """The module of a test, below the tests' folder."""
+    """Return the module of a test, relative to the tests' folder."""
     return split(nodeid)[0]
 
 
 def scope_of(nodeid: str) -> str:
-    """What goes to one worker as a whole: a module, as its fixtures may have the scope of one, or a test."""
+    """Return the unit that one worker runs as a whole.
+
+    This is the module, because its fixtures may have module scope; for a module in `SPREAD` it is the test.
+    """
     module = module_of(nodeid)
     return nodeid if module in SPREAD else module
 
 
 def arranged(nodeids: list[str], record: Record) -> list[str]:
-    """Tests by scope, the scope that is expected to take longest first; in a scope as they were."""
+    """Return the tests grouped by scope, the scope with the longest expected time first.
+
+    Within a scope the order stays as it was.
+    """
     seconds: Counter[str] = Counter()
     for nodeid in nodeids:
         seconds[scope_of(nodeid)] += expected_s(record, nodeid)  # type: ignore[assignment]
-    place = {scope: number for number, scope in enumerate(dict.fromkeys(map(scope_of, nodeids)))}
-    return sorted(nodeids, key=lambda nodeid: (-seconds[scope_of(nodeid)], place[scope_of(nodeid)]))
+    first_seen = {scope: number for number, scope in enumerate(dict.fromkeys(map(scope_of, nodeids)))}
+    return sorted(nodeids, key=lambda nodeid: (-seconds[scope_of(nodeid)], first_seen[scope_of(nodeid)]))
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Put the tests of a session into the sequence of `arranged`."""
-    place = {nodeid: number for number, nodeid in enumerate(arranged([one.nodeid for one in items], read()))}
-    items.sort(key=lambda item: place[item.nodeid])
+    """Sort the tests of a session in place, in the order of `arranged`."""
+    order = {nodeid: number for number, nodeid in enumerate(arranged([one.nodeid for one in items], read()))}
+    items.sort(key=lambda item: order[item.nodeid])
 
 
 class LongestFirst(LoadScopeScheduling):
-    """pytest-xdist's scheduling by scope, with our scopes, in the sequence of the collection."""
+    """pytest-xdist's scheduling by scope, with the scopes of `scope_of`, in the order of the collection."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False

@@ -1,6 +1,6 @@
 """Tests that only `make test-soak` runs.
 
-They repeat what another test shows: more variants of a parameter, more rounds, more faults.
+Each repeats the proof of another test with more variants of a parameter, more rounds or more faults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from branchlake_dagster_tests.suite.durations import FOLDER
 
 MARKER = "soak"
 COLLECTED: pytest.StashKey[frozenset[str]] = pytest.StashKey()
-"""The tests of this session before any was left out, below the tests' folder."""
+"""All collected tests before any was deselected, relative to the tests' folder."""
 VARIABLE = "BRANCHLAKE_TEST_SOAK"
 SLOW = frozenset(
     {
@@ -115,24 +115,24 @@ SLOW = frozenset(
         "ui/test_ui.py::test_a_launch_ends_in_a_publication_that_can_be_read",
     }
 )
-"""Tests that are left out too, or single cases of them, so that `make test` ends in time."""
+"""More tests, or single cases of tests, that only `make test-soak` runs, to keep `make test` short."""
 
 
 def soaking() -> bool:
-    """Whether the tests that are left out run as well."""
+    """Whether this session also runs the soak tests."""
     return bool(os.environ.get(VARIABLE))
 
 
 def is_left_out(marks: Sequence[str], *, expression: str, soaking: bool) -> bool:
     """Whether a test with these marks is deselected.
 
-    `expression` is the value of `-m`; one that names the marker decides by itself.
+    `expression` is the value of `-m`. If it names the marker, pytest decides.
     """
     return MARKER in marks and not soaking and MARKER not in expression
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the tests that are left out from `items`, and report them to pytest as deselected."""
+    """Remove soak tests from `items` and report them to pytest as deselected, unless this session runs them."""
     config.stash[COLLECTED] = frozenset(item.nodeid.removeprefix(FOLDER) for item in items)
     expression, everything = str(config.option.markexpr), soaking()
     kept: list[pytest.Item] = []

@@ -1,4 +1,4 @@
-"""The statements of Python source, for tests that look at how the code is written."""
+"""The statements of Python source, for tests that inspect the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements below a node, wherever they stand. Expressions are not looked into, which is most of the work."""
+    """Return all statements below a node at any depth. Expressions are not visited, which saves most of the time."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -22,6 +22,6 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    """The imports of a file, in no order."""
+    """Return the imports of a file in any order."""
     tree = ast.parse(path.read_text(), str(path))
     return tuple(one for one in statements(tree) if isinstance(one, ast.Import | ast.ImportFrom))

@@ -1,7 +1,7 @@
-"""What a test needs to run: its tier, which is also its marker. Each test has exactly one.
+"""The tier of a test: the servers that it needs. Each test has exactly one tier, which is also its marker.
 
-A tier follows from the fixtures that a test uses. A mark is set where they do not tell: a test that opens a
-Spark session by itself, or starts servers of its own. What needs most wins.
+The tier follows from the fixtures of the test. A test that opens a Spark session or starts servers without a
+fixture is marked by hand. The highest tier of all fixtures and marks counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TIERS = {
     "daemon": "starts a Dagster daemon, or the services of deploy/",
     "chaos": "kills processes, loses requests, or plays thousands of schedules",
 }
-"""Name -> what it says; what comes later needs more."""
+"""Name -> description, from the lowest tier to the highest."""
 
 IN_MEMORY = "lake"
 
@@ -34,31 +34,31 @@ _OF_FIXTURE = {
 
 
 def tier(marks: Iterable[str], fixtures: Iterable[str]) -> str:
-    """The tier of a test with these marks and fixtures, those that it takes indirectly included."""
-    taken = {*fixtures}
-    if "in_memory_nessie" in taken:
-        taken.discard("lakehouse")  # which decides by the tier
-    named = {*marks} & {*TIERS} | {_OF_FIXTURE[name] for name in taken if name in _OF_FIXTURE}
-    return max(named, key=[*TIERS].index, default="unit")
+    """Return the tier of a test with these marks and fixtures, including indirect fixtures."""
+    used_fixtures = {*fixtures}
+    if "in_memory_nessie" in used_fixtures:
+        used_fixtures.discard("lakehouse")  # this fixture depends on the tier
+    tiers = {*marks} & {*TIERS} | {_OF_FIXTURE[name] for name in used_fixtures if name in _OF_FIXTURE}
+    return max(tiers, key=[*TIERS].index, default="unit")
 
 
 def assign(items: Sequence[pytest.Item]) -> None:
-    """Mark each test with its tier, and with no other one."""
-    found = [
+    """Mark each test with its tier and remove other marks of tiers."""
+    tiers = [
         tier([mark.name for mark in item.iter_markers()], getattr(item, "fixturenames", ())) for item in items
     ]
     for node in {node for item in items for node in item.listchain()}:
-        # A module's mark says what its tests need at least; it would select those that need more as well.
+        # A module's mark is the minimum for its tests. With it, `-m` would also select tests of higher tiers.
         node.own_markers[:] = [mark for mark in node.own_markers if mark.name not in TIERS]
-    for item, its in zip(items, found, strict=True):
-        item.add_marker(its)
+    for item, item_tier in zip(items, tiers, strict=True):
+        item.add_marker(item_tier)
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The tier of a collected test."""
+    """Return the tier of a collected test."""
     return next(mark.name for mark in item.iter_markers() if mark.name in TIERS)
 
 
 def has_spark(item: pytest.Item) -> bool:
-    """Whether its tier has a Spark server."""
+    """Whether the tier of the test includes a Spark server."""
     return [*TIERS].index(tier_of(item)) >= [*TIERS].index("spark")
