@@ -221,3 +221,7 @@ def trust_modification_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same_file(one: str, other: str) -> bool:
     return canonical_location(one) == canonical_location(other)
+
+
+class Killed(BaseException):
+    """The process ends here."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from branchlake_dagster_tests.garbage_collection.collected_lake import trust_modification_times
+from branchlake_dagster_tests.garbage_collection.collected_lake import (
+    CollectedLake,
+    open_lake,
+    trust_modification_times,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +23,12 @@ def file_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def real_file_times() -> None:
     """Let a test see the times of files as they are."""
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> CollectedLake:
+    """A lake in memory with a table that has one row."""
+    lake = open_lake(tmp_path)
+    lake.create()
+    lake.append(1)
+    return lake
