@@ -5,8 +5,8 @@ separate transactions. With it, the observations of ten thousand partitions took
 `CopiedByFields` copies a resource without validation. Dagster requests such copies for each run.
 
 Importing this module replaces Dagster's `enter_execution_context` by one that also records which steps run in
-this process. Dagster keeps the context of a step in a context variable, which the threads that a step starts
-do not have.
+this process, and calls the functions of `call_at_step_end`. Dagster keeps the context of a step in a context
+variable, which the threads that a step starts do not have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -115,6 +115,7 @@ __all__ = [
     "add_loaded_input_metadata",
     "asset_graph_of",
     "build_engine_event",
+    "call_at_step_end",
     "fail_backfill",
     "find_context_of_run",
     "find_repository",
@@ -342,9 +343,32 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
         running_context = get_running_context()
         _running_contexts[id(running_context)] = running_context
         try:
-            yield context
+            try:
+                yield context
+            except Exception:
+                _call_end_actions(step_context.run_id)
+                raise
+            _call_end_actions(step_context.run_id)
         finally:
             _running_contexts.pop(id(running_context), None)
+
+
+_end_actions: list[Callable[[str], None]] = []
+
+
+def call_at_step_end(action: Callable[[str], None]) -> None:
+    """Register a function that is called in the process of each step, with the run's id, when the step ends.
+
+    The outputs are stored then, but Dagster has not reported the step's success or failure yet: no executor
+    has started a step that depends on it. A step that is interrupted or killed makes no call. An error that
+    the function raises fails the step.
+    """
+    _end_actions.append(action)
+
+
+def _call_end_actions(run_id: str) -> None:
+    for action in _end_actions:
+        action(run_id)
 
 
 execute_step.enter_execution_context = _record_execution_context  # type: ignore[attr-defined]

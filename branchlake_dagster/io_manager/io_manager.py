@@ -325,7 +325,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 upstream = consumption.inputs[context.asset_key]
                 if is_spark:
                     frame = spark_inputs.load_frame(
-                        consumption, upstream, self.spark.own_session(), self.lakehouse
+                        consumption, upstream, self.spark.session_of_frames(), self.lakehouse
                     )
                     return frame if columns is None else _select_columns(frame, columns, existing)
                 rows = arrow_inputs.load_rows(consumption, upstream)
@@ -350,7 +350,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 )
             if is_spark:
                 frame = spark_frames.read_spark_frame(
-                    self.spark.own_session(), spec, table.schema(), selection
+                    self.spark.session_of_frames(), spec, table.schema(), selection
                 )
                 return frame if columns is None else _select_columns(frame, columns, existing)
             return arrow_frames.read_frame(table, annotation, selection, columns)
@@ -367,14 +367,14 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def _empty_frame(self, annotation: Any, *, is_spark: bool) -> Any:
         empty = pa.table({})
         return (
-            spark_inputs.from_arrow(self.spark.own_session(), empty)
+            spark_inputs.from_arrow(self.spark.session_of_frames(), empty)
             if is_spark
             else arrow_frames.from_arrow(empty, annotation)
         )
 
     def _read_frame(self, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
         with self._fenced():
-            return spark_frames.read_spark_frame(self.spark.own_session(), spec, schema, selection)
+            return spark_frames.read_spark_frame(self.spark.session_of_frames(), spec, schema, selection)
 
     # -- shared ----------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, DiffEntry, IcebergTable, LogEntry, Reference
+from branchlake_dagster.publication.checked_tables import CheckedTables
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.verdict import (
@@ -35,6 +36,7 @@ from branchlake_dagster.publication.verdict import (
     CheckEvaluation,
     CheckName,
     EventPosition,
+    RecordedHead,
     RunEvidence,
     StepOfRun,
     Verdict,
@@ -70,6 +72,7 @@ from branchlake_dagster.tables.specification import (
     unwrap_metadata,
 )
 
+_STEP_STARTS = {DagsterEventType.STEP_START, DagsterEventType.STEP_RESTARTED}
 _STEP_ENDS = {
     DagsterEventType.STEP_SUCCESS,
     DagsterEventType.STEP_FAILURE,
@@ -81,7 +84,7 @@ _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
     DagsterEventType.LOADED_INPUT,
     DagsterEventType.ENGINE_EVENT,
-    DagsterEventType.STEP_START,
+    *_STEP_STARTS,
     *_STEP_ENDS,
 }
 
@@ -109,7 +112,7 @@ def collect_evidence(
     loaded_tables: set[tuple[str | None, str]] = set()
     read_tables: set[str] = set()
     unnamed_reads: set[str] = set()
-    branch_heads: set[str] = set()
+    heads: list[RecordedHead] = []
     attempts: Counter[tuple[str, str | None]] = Counter()
     step_starts: dict[tuple[str, str | None], EventPosition] = {}
     step_ends: dict[StepOfRun, EventPosition] = {}
@@ -119,7 +122,7 @@ def collect_evidence(
             continue
         step_key = record.event_log_entry.step_key
         attempt = attempts[record.run_id, step_key]
-        if event.event_type == DagsterEventType.STEP_START:
+        if event.event_type in _STEP_STARTS:
             step_starts[record.run_id, step_key] = position
         elif event.event_type in _STEP_ENDS:
             step_ends[StepOfRun(record.run_id, step_key or "")] = position
@@ -145,6 +148,7 @@ def collect_evidence(
                 attempt=attempt,
                 table=find_table_name(result.asset_key, default_namespace),
                 step_start=step_starts.get((record.run_id, step_key)),
+                run_id=record.run_id,
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
             table = _event_metadata(event).get(EventMetadata.TABLE)
@@ -153,10 +157,10 @@ def collect_evidence(
         elif event.event_type == DagsterEventType.ENGINE_EVENT:
             read_tables |= _get_json_set(event, EventMetadata.READ_TABLES)
             unnamed_reads |= _get_json_set(event, EventMetadata.UNNAMED_READS)
-            branch_heads |= _get_string_set(_event_metadata(event), EventMetadata.BRANCH_HEAD)
+            heads += _find_heads(position, record, _event_metadata(event))
         else:
             materialization = event.step_materialization_data.materialization
-            branch_heads |= _get_string_set(materialization.metadata, EventMetadata.BRANCH_HEAD)
+            heads += _find_heads(position, record, materialization.metadata)
             written_partitions[materialization.asset_key.to_user_string(), materialization.partition] = (
                 _to_written_partition(position, record, materialization, attempt)
             )
@@ -180,7 +184,7 @@ def collect_evidence(
         frozenset(loaded_tables),
         frozenset(read_tables),
         frozenset(unnamed_reads),
-        frozenset(branch_heads),
+        tuple(heads),
         step_ends,
         tuple(run.run_id for run in runs),
     )
@@ -224,9 +228,13 @@ def _get_int(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | Non
     return value.value if value is not None and isinstance(value.value, int) else None
 
 
-def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> set[str]:
-    value = metadata.get(name)
-    return set() if value is None else {str(value.value)}
+def _find_heads(
+    position: EventPosition, record: EventLogRecord, metadata: Mapping[str, MetadataValue[Any]]
+) -> list[RecordedHead]:
+    """Return the hash of the branch that an event records, in a list; empty if it records none."""
+    value, step_key = metadata.get(EventMetadata.BRANCH_HEAD), record.event_log_entry.step_key
+    step = StepOfRun(record.run_id, step_key) if step_key else None
+    return [] if value is None else [RecordedHead(str(value.value), position, step)]
 
 
 def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
@@ -461,7 +469,7 @@ class Assessor:
                 read_metadata = cache(self._read_metadata)
                 objection = commits.find_objection(read_metadata)
                 if not objection:
-                    evidence = replace(evidence, code_writers=_find_code_writers(commits, read_metadata))
+                    evidence = _add_table_changes(evidence, commits, changes, read_metadata)
         verdict = judge_evidence(evidence, strict_tables=self._settings.require_checks)
         reason, state, candidate = None, RunState.PUBLISHED, None
         if not evidence.succeeded:
@@ -562,11 +570,15 @@ class Assessor:
         )
 
 
-def _find_code_writers(
-    commits: BranchCommits, read_metadata: ReadMetadata
-) -> dict[str, frozenset[StepOfRun]]:
-    """Return the steps whose code changed a table, by the table's dotted name."""
-    writers: dict[str, set[StepOfRun]] = {}
-    for write in commits.iter_code_writes(read_metadata):
-        writers.setdefault(write.key.name, set()).add(StepOfRun(write.run_id, write.step))
-    return {table: frozenset(steps) for table, steps in writers.items()}
+def _add_table_changes(
+    evidence: RunEvidence,
+    commits: BranchCommits,
+    changes: Sequence[DiffEntry],
+    read_metadata: ReadMetadata,
+) -> RunEvidence:
+    """Add to the evidence which commits changed the tables of checks. `changes` are those of the branch."""
+    base_contents = {entry.key: entry.from_content for entry in changes}
+    tables = CheckedTables(evidence, commits, base_contents, read_metadata)
+    return replace(
+        evidence, code_writers=tables.find_code_writers(), later_changes=tables.find_later_changes()
+    )

@@ -39,7 +39,7 @@ from branchlake_dagster.publication.reconciler import (
 )
 from branchlake_dagster.runs.discarding import FAILING_STATUSES, format_failure, report_branch_end
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.run_tags import (
     FENCED,
@@ -481,9 +481,6 @@ class _PublishingExecutor(Executor):
         failed = False
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure
-            if event.is_step_success:
-                # For steps in this process: a branch that is reset during a later step is noticed.
-                record_branch_heads(plan_context.run_id)
             yield event
         if failed:
             _print_on_command_line(

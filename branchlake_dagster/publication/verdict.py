@@ -45,6 +45,25 @@ class EventPosition:
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
+CheckedRows = tuple[CheckName, str | None]
+"""(check, partition). The partition is None for a result without a partition."""
+
+
+@dataclass(frozen=True)
+class StepOfRun:
+    """A step of one of the runs that worked on the branch."""
+
+    run_id: str
+    step_key: str
+
+
+@dataclass(frozen=True)
+class RecordedHead:
+    """A hash of the branch that a run recorded after its writes. `step` is None if no step recorded it."""
+
+    hash: str
+    position: EventPosition
+    step: StepOfRun | None = None
 
 
 @dataclass(frozen=True)
@@ -63,15 +82,13 @@ class CheckEvaluation:
     table: str | None = None
     """The dotted name of the checked asset's table; None if its key cannot name a table."""
     step_start: EventPosition | None = None
-    """The start of the step; None if no step evaluated the check."""
+    """The start of this attempt of the step; None if no step evaluated the check."""
+    run_id: str = ""
 
-
-@dataclass(frozen=True)
-class StepOfRun:
-    """A step of one of the runs that worked on the branch."""
-
-    run_id: str
-    step_key: str
+    @property
+    def step(self) -> StepOfRun:
+        """The step that evaluated the check."""
+        return StepOfRun(self.run_id, self.step_key or "")
 
 
 @dataclass(frozen=True)
@@ -140,14 +157,16 @@ class RunEvidence:
     """The tables that serializable assets read by SQL or through the catalog, in any step."""
     unnamed_reads: frozenset[str] = frozenset()
     """Descriptions of reads by serializable assets whose tables are not known."""
-    branch_heads: frozenset[str] = frozenset()
+    recorded_heads: tuple[RecordedHead, ...] = ()
     """The branch hashes that the runs recorded after their writes."""
     step_ends: Mapping[StepOfRun, EventPosition] = field(default_factory=dict)
     """The last end of each step. A step that was killed has none."""
     run_ids: tuple[str, ...] = ()
     """The runs that worked on the branch, oldest first."""
     code_writers: Mapping[str, frozenset[StepOfRun]] = field(default_factory=dict)
-    """The steps whose code changed a table by SQL or through the catalog, by the table's dotted name."""
+    """The steps whose code changed a checked table by SQL or the catalog, by the table's dotted name."""
+    later_changes: Mapping[CheckedRows, str] = field(default_factory=dict)
+    """The message of a commit that changed a check's table after the check had started, by check."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns that differ between base and branch, by frozen table; without unchanged tables."""
 
@@ -172,6 +191,34 @@ class RunEvidence:
             | self.read_tables
             | {table for step_key, table in self.loaded_tables if step_key in step_keys}
         )
+
+    @property
+    def branch_heads(self) -> frozenset[str]:
+        """The branch hashes that the runs recorded."""
+        return frozenset(head.hash for head in self.recorded_heads)
+
+    def is_own_step(self, rows: CheckedRows, result: CheckEvaluation) -> bool:
+        """Return whether the step that evaluated a check also materialized the checked asset."""
+        (asset, _), _ = rows
+        return result.step_key is not None and any(
+            written_asset == asset and StepOfRun(written.run_id, written.step_key or "") == result.step
+            for (written_asset, _), written in self.written_partitions.items()
+        )
+
+    def find_check_time(self, rows: CheckedRows, result: CheckEvaluation) -> EventPosition:
+        """Return the position of the event after which a table must not change any more.
+
+        This is the start of the check's step. For a step that evaluates checks of its own asset it is the
+        step's end, because the step may change the table that it materializes.
+        """
+        if self.is_own_step(rows, result):
+            return self.find_step_end(result.step)
+        return result.step_start or result.position
+
+    def find_step_end(self, step: StepOfRun) -> EventPosition:
+        """Return the position of a step's last end. A step that was killed ended with its run."""
+        indexes = {run_id: index for index, run_id in enumerate(self.run_ids)}
+        return self.step_ends.get(step) or EventPosition.end_of_run(indexes.get(step.run_id, len(indexes)))
 
     @property
     def serializable_assets(self) -> frozenset[str]:
@@ -267,7 +314,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     - A planned check has no evaluation: it crashed or was skipped.
     - A check of severity ERROR failed.
     - A check ran before the data that it checks was written, or while the code of another step could still
-      change its table.
+      change its table, or its table changed on the branch after it.
     - A check of a written asset was left out, completely or for a written partition.
     - A written asset requires checks and has none.
     - With `strict_tables`: a changed table, view or function belongs to no materialized asset, so no check
@@ -282,7 +329,6 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
         *_iter_missing(evidence),
         *_iter_failed(evidence),
         *_iter_stale(evidence),
-        *_iter_changed_by_code(evidence),
         *_iter_omitted(evidence),
     ]
     reasons += _iter_unknown_reads(evidence)
@@ -330,46 +376,50 @@ def _list_failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
 
 
 def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
-    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
-        for (asset, written_partition), written in evidence.written_partitions.items():
-            is_same_data = asset == name[0] and (partition is None or written_partition in (None, partition))
-            # Dagster chooses the order of events within a step. A step that was repeated, in its run or by a
-            # retry, counts as two steps.
-            is_same_step = (
-                written.step_key == result.step_key
-                and written.attempt == result.attempt
-                and written.position.is_same_run(result.position)
-            )
-            if is_same_data and not is_same_step and written.position > result.position:
-                why = f"check {_format_check(name, partition)} ran before the last write of {asset}"
-                yield CodedReason(why, "check_before_write")
+    """Iterate over the checks that do not cover the published state of their table, with the first reason."""
+    for rows, result in sorted(evidence.evaluations.items(), key=repr):
+        reasons = (
+            *_iter_later_writes(evidence, rows, result),
+            *_iter_code_writers(evidence, rows, result),
+            *_iter_later_changes(evidence, rows, result),
+        )
+        yield from (CodedReason(why, "check_before_write") for why in reasons[:1])
 
 
-def _iter_changed_by_code(evidence: RunEvidence) -> Iterator[CodedReason]:
-    """Iterate over the checks whose table the code of a step may have changed after they had read it.
+def _iter_later_writes(evidence: RunEvidence, rows: CheckedRows, result: CheckEvaluation) -> Iterator[str]:
+    (asset, _), partition = rows
+    for (written_asset, written_partition), written in evidence.written_partitions.items():
+        is_same_data = asset == written_asset and (
+            partition is None or written_partition in (None, partition)
+        )
+        # Dagster chooses the order of events within a step. A step that was repeated, in its run or by a
+        # retry, counts as two steps.
+        is_same_step = (
+            written.step_key == result.step_key
+            and written.attempt == result.attempt
+            and written.position.is_same_run(result.position)
+        )
+        if is_same_data and not is_same_step and written.position > result.position:
+            yield f"check {_format_check(*rows)} ran before the last write of {asset}"
+
+
+def _iter_code_writers(evidence: RunEvidence, rows: CheckedRows, result: CheckEvaluation) -> Iterator[str]:
+    """Iterate over the steps whose code may have changed the table of a check after the check had read it.
 
     A step that ended before the check's step started is no danger, and neither is the code of a step that
     evaluates checks of its own asset.
     """
-    own_steps = {
-        (asset, StepOfRun(written.run_id, written.step_key))
-        for (asset, _), written in evidence.written_partitions.items()
-        if written.step_key is not None
-    }
-    run_indexes = {run_id: index for index, run_id in enumerate(evidence.run_ids)}
-    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
-        start = result.step_start or result.position
-        for writer in sorted(evidence.code_writers.get(result.table or "", ()), key=repr):
-            run_end = EventPosition.end_of_run(run_indexes.get(writer.run_id, len(run_indexes)))
-            is_check_step = writer.step_key == result.step_key and run_end.is_same_run(result.position)
-            if is_check_step and (name[0], writer) in own_steps:
-                continue
-            if evidence.step_ends.get(writer, run_end) > start:
-                why = (
-                    f"check {_format_check(name, partition)} ran before step {writer.step_key} had changed"
-                    f" {result.table}"
-                )
-                yield CodedReason(why, "check_before_write")
+    start = result.step_start or result.position
+    for writer in sorted(evidence.code_writers.get(result.table or "", ()), key=repr):
+        is_own_code = writer == result.step and evidence.is_own_step(rows, result)
+        if not is_own_code and evidence.find_step_end(writer) > start:
+            yield f"check {_format_check(*rows)} ran before step {writer.step_key} had changed {result.table}"
+
+
+def _iter_later_changes(evidence: RunEvidence, rows: CheckedRows, result: CheckEvaluation) -> Iterator[str]:
+    if rows in evidence.later_changes:
+        message = evidence.later_changes[rows]
+        yield f"{result.table} was changed after check {_format_check(*rows)} had started ({message})"
 
 
 def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:

@@ -9,7 +9,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.history.capture import snapshots_between
-from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 from branchlake_dagster.stored_names import LakeProperty
 
 ReadMetadata = Callable[[str], TableMetadata | None]
@@ -76,18 +76,6 @@ _CLIENT_PROPERTY = "application-type"
 
 
 @dataclass(frozen=True)
-class CodeWrite:
-    """A change or drop of a table that the code of a step made by SQL or through the catalog.
-
-    `key` is the table's key, `run_id` the run, and `step` the key of the step.
-    """
-
-    key: ContentKey
-    run_id: str
-    step: str
-
-
-@dataclass(frozen=True)
 class BranchCommits:
     """The commits of a run's branch since its base, and the runs that may have made them.
 
@@ -106,6 +94,11 @@ class BranchCommits:
     entries: Sequence[LogEntry]
     recorded_heads: Collection[str]
     run_ids: Collection[str]
+
+    @property
+    def newest_locations(self) -> dict[str, str]:
+        """The newest metadata location of each table that the commits put, by content id."""
+        return newest_metadata_locations(self.entries)
 
     def find_objection(self, read_metadata: ReadMetadata) -> str | None:
         """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
@@ -136,36 +129,12 @@ class BranchCommits:
             return f"{self._format_commit(self.entries[0])}, made after the last commit that the run recorded"
         return None
 
-    def iter_code_writes(self, read_metadata: ReadMetadata) -> Iterator[CodeWrite]:
-        """Iterate over the changes of tables, views and namespaces that the code of steps made, oldest first.
-
-        Rows that the IO manager wrote are not among them, and neither are changes by Spark that add no
-        snapshot, such as ALTER, DROP and rollbacks: these name no step. `read_metadata` is called only for
-        Spark commits.
-        """
-        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
-        for entry in reversed(self.entries):
-            properties = entry.commit.properties
-            if LakeProperty.RUN_ID in properties:
-                if step := properties.get(LakeProperty.CODE_OF_STEP):
-                    for operation in entry.operations:
-                        if isinstance(operation, Put | Delete):
-                            yield CodeWrite(operation.key, properties[LakeProperty.RUN_ID], step)
-            else:
-                for key, table in iter_put_tables(entry):
-                    for snapshot in find_added_snapshots(table, snapshots, read_metadata, newest) or ():
-                        summary = snapshot.summary.additional_properties if snapshot.summary else {}
-                        step = summary.get(LakeProperty.CODE_OF_STEP)
-                        if step and LakeProperty.STEP not in summary and LakeProperty.RUN_ID in summary:
-                            yield CodeWrite(key, summary[LakeProperty.RUN_ID], step)
-            snapshots |= {table.content_id or "": table.snapshot_id for _, table in iter_put_tables(entry)}
-
     def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
         """Return the oldest commit after the base that none of the runs made; None if there is none.
 
         `read_metadata` is called only for Spark commits that add a snapshot (see `find_objection`).
         """
-        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
+        snapshots, newest = dict(self.base_snapshots), self.newest_locations
         for entry in reversed(self.entries):
             properties = entry.commit.properties
             if LakeProperty.RUN_ID in properties:

@@ -17,6 +17,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.internals.dagster import (
+    call_at_step_end,
     find_context_of_run,
     get_running_context,
     report_engine_event,
@@ -185,7 +186,9 @@ class LakehouseResource(LakeConfig):
 
         def report_head(branch: str, hash_: str) -> None:
             metadata = {EventMetadata.BRANCH_HEAD: MetadataValue.text(hash_)}
-            report_engine_event(instance, f"Branch {branch} is at {hash_[:16]}.", run, metadata)
+            step_key = find_running_step(run_id).key
+            message = f"Branch {branch} is at {hash_[:16]}."
+            report_engine_event(instance, message, run, metadata, step_key=step_key)
 
         settings = self.lakehouse.settings
         leases = RunLeases(
@@ -351,9 +354,16 @@ class LakehouseResource(LakeConfig):
 
 
 def record_branch_heads(run_id: str) -> None:
-    """Record the heads of the branches that this run opened in this process; see `RunBranch.record_head`."""
+    """Record the heads of the branches that this run opened in this process; see `RunBranch.record_head`.
+
+    Called at the end of each step, before Dagster reports the end. So the gate knows which commits precede a
+    later step, whatever the executor, and a branch that is reset during a later step is noticed.
+    """
     with _first_use:
         branches = list(_branches.items())
     for (process, owner, _), branch in branches:
         if process == os.getpid() and owner == run_id:
             branch.record_head()
+
+
+call_at_step_end(record_branch_heads)

@@ -71,13 +71,7 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         so it raises ReadsUnknown for such an asset.
         """
         self.lakehouse.open_branch()  # each step's access is noted, even if the session is open already
-        run_branch = self.lakehouse.run_branch
-        if run_branch is not None:
-            run_branch.note_use_by_code()
-        session, reads = self.own_session(), self.lakehouse.read_set
-        step = find_running_step(None if run_branch is None else run_branch.run_id).key
-        if step is not None and self._holds is not None:
-            _sessions.name_step(self._holds, step)
+        session, reads = self._session_of_step(), self.lakehouse.read_set
         if reads is not None and not is_connect(session):
             if reads.step().is_serializable:
                 raise ReadsUnknown(
@@ -102,6 +96,25 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
             self._holds = (ref, repr(sorted(conf.items())))
             self._spark_session = _sessions.acquire(self._holds, lambda: self._open_session(ref, conf))
         session: SparkSession = self._spark_session
+        return session
+
+    def session_of_frames(self) -> SparkSession:
+        """Return the run's session for frames that the IO manager loads for the code of a step.
+
+        The code can write to the branch by `frame.sparkSession`, so its snapshots name the step, as those of
+        `spark_session`.
+        """
+        self.lakehouse.open_branch()
+        return self._session_of_step()
+
+    def _session_of_step(self) -> SparkSession:
+        run_branch = self.lakehouse.run_branch
+        if run_branch is not None:
+            run_branch.note_use_by_code()
+        session = self.own_session()
+        step = find_running_step(None if run_branch is None else run_branch.run_id).key
+        if step is not None and self._holds is not None:
+            _sessions.name_step(self._holds, step)
         return session
 
     def _open_session(self, ref: str, conf: Mapping[str, str]) -> SparkSession:

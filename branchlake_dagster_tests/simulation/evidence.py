@@ -17,6 +17,7 @@ from branchlake_dagster.publication.verdict import (
     CheckEvaluation,
     CheckName,
     EventPosition,
+    RecordedHead,
     RunEvidence,
     WrittenPartition,
 )
@@ -126,7 +127,11 @@ def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) 
             for name, _ in written
         },
         write_set=write_set,
-        branch_heads=frozenset().union(*(plan.recorded_heads for plan in plans)),
+        recorded_heads=tuple(
+            RecordedHead(head, EventPosition(index, 0))
+            for index, plan in enumerate(plans)
+            for head in sorted(plan.recorded_heads)
+        ),
     )
 
 
