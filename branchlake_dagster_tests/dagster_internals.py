@@ -11,10 +11,12 @@ from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraph
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.definitions.run_request import InstigatorType
-from dagster._core.execution.api import create_execution_plan, execute_run
+from dagster._core.execution.api import create_execution_plan, execute_plan_iterator, execute_run
 from dagster._core.execution.asset_backfill import AssetBackfillData
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.execution.plan.state import KnownExecutionState
+from dagster._core.execution.retries import RetryMode
+from dagster._core.executor.base import Executor
 from dagster._core.instance.types import DynamicPartitionsStore
 from dagster._core.launcher.base import LaunchRunContext, WorkerStatus
 from dagster._core.origin import RepositoryPythonOrigin
@@ -68,6 +70,7 @@ __all__ = [
     "BulkActionStatus",
     "DaemonHeartbeat",
     "DynamicPartitionsStore",
+    "Executor",
     "FileCodePointer",
     "InMemoryJob",
     "InstigatorState",
@@ -85,6 +88,7 @@ __all__ = [
     "RemoteJobOrigin",
     "RemoteRepositoryOrigin",
     "RepositoryPythonOrigin",
+    "RetryMode",
     "SensorInstigatorData",
     "SqliteEventLogStorage",
     "WorkerStatus",
@@ -93,6 +97,7 @@ __all__ = [
     "asset_daemon_cursor_to_instigator_serialized_cursor",
     "create_execution_plan",
     "create_run_for_test",
+    "execute_plan_iterator",
     "execute_run",
     "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
