@@ -33,8 +33,8 @@ from branchlake_dagster.publication.ledger import Candidate, Published, changed_
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.verdict import (
     AssetRules,
+    CheckedRows,
     CheckEvaluation,
-    CheckName,
     EventPosition,
     RecordedHead,
     RunEvidence,
@@ -82,8 +82,10 @@ _EVENT_TYPES = {
     DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.ASSET_MATERIALIZATION,
+    DagsterEventType.ASSET_MATERIALIZATION_PLANNED,
     DagsterEventType.LOADED_INPUT,
     DagsterEventType.ENGINE_EVENT,
+    DagsterEventType.STEP_SKIPPED,
     *_STEP_STARTS,
     *_STEP_ENDS,
 }
@@ -106,8 +108,11 @@ def collect_evidence(
     may have changed its table. `require_checks` is the default for assets that do not
     declare it. Costs one query to Dagster's event log per run and 1,000 events.
     """
-    planned_checks: set[tuple[CheckName, str | None]] = set()
-    evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
+    planned_checks: dict[CheckedRows, StepOfRun] = {}
+    planned_assets: set[tuple[str, StepOfRun]] = set()
+    skipped_steps: set[StepOfRun] = set()
+    succeeded_steps: set[StepOfRun] = set()
+    evaluations: dict[CheckedRows, CheckEvaluation] = {}
     written_partitions: dict[tuple[str, str | None], WrittenPartition] = {}
     loaded_tables: set[tuple[str | None, str]] = set()
     read_tables: set[str] = set()
@@ -121,20 +126,27 @@ def collect_evidence(
         if event is None:
             continue
         step_key = record.event_log_entry.step_key
+        step = StepOfRun(record.run_id, step_key or "")
         attempt = attempts[record.run_id, step_key]
         if event.event_type in _STEP_STARTS:
             step_starts[record.run_id, step_key] = position
         elif event.event_type in _STEP_ENDS:
-            step_ends[StepOfRun(record.run_id, step_key or "")] = position
+            step_ends[step] = position
+            if event.event_type == DagsterEventType.STEP_SUCCESS:
+                succeeded_steps.add(step)
             if event.event_type == DagsterEventType.STEP_UP_FOR_RETRY:
                 attempts[record.run_id, step_key] += 1
         elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
             planned_check = event.asset_check_planned_data
             check_name = (planned_check.asset_key.to_user_string(), planned_check.check_name)
             subset = planned_check.partitions_subset
-            planned_checks |= (
-                {(check_name, key) for key in subset.get_partition_keys()} if subset else {(check_name, None)}
-            )
+            partitions = subset.get_partition_keys() if subset else [None]
+            planned_checks |= {(check_name, partition): step for partition in partitions}
+        elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION_PLANNED:
+            if event.asset_key is not None:
+                planned_assets.add((event.asset_key.to_user_string(), step))
+        elif event.event_type == DagsterEventType.STEP_SKIPPED:
+            skipped_steps.add(step)
         elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
             result = event.asset_check_evaluation_data
             check_name = (result.asset_key.to_user_string(), result.check_name)
@@ -173,20 +185,28 @@ def collect_evidence(
     if write_set is not None:
         rules = waive_unwritten_checks(rules, write_set)
     last_run = runs[-1]
+    skipped_checks = {
+        rows
+        for rows, step in planned_checks.items()
+        if (step in skipped_steps or (step in succeeded_steps and (rows[0][0], step) in planned_assets))
+        and write_set is not None
+        and find_table_name(AssetKey.from_user_string(rows[0][0]), default_namespace) not in write_set
+    }
     return RunEvidence(
-        last_run.run_id,
-        last_run.is_success,
-        frozenset(planned_checks),
-        evaluations,
-        written_partitions,
-        rules,
-        write_set or frozenset(),
-        frozenset(loaded_tables),
-        frozenset(read_tables),
-        frozenset(unnamed_reads),
-        tuple(heads),
-        step_ends,
-        tuple(run.run_id for run in runs),
+        run_id=last_run.run_id,
+        succeeded=last_run.is_success,
+        planned_checks=frozenset(planned_checks),
+        skipped_checks=frozenset(skipped_checks),
+        evaluations=evaluations,
+        written_partitions=written_partitions,
+        rules=rules,
+        write_set=write_set or frozenset(),
+        loaded_tables=frozenset(loaded_tables),
+        read_tables=frozenset(read_tables),
+        unnamed_reads=frozenset(unnamed_reads),
+        recorded_heads=tuple(heads),
+        step_ends=step_ends,
+        run_ids=tuple(run.run_id for run in runs),
     )
 
 

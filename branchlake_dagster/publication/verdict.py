@@ -146,7 +146,12 @@ class RunEvidence:
 
     run_id: str
     succeeded: bool
-    planned_checks: frozenset[tuple[CheckName, str | None]] = frozenset()
+    planned_checks: frozenset[CheckedRows] = frozenset()
+    skipped_checks: frozenset[CheckedRows] = frozenset()
+    """The planned checks whose steps did not evaluate them because an output was skipped.
+
+    Checks of tables that the run changed are never among them.
+    """
     evaluations: Mapping[tuple[CheckName, str | None], CheckEvaluation] = field(default_factory=dict)
     written_partitions: Mapping[tuple[str, str | None], WrittenPartition] = field(default_factory=dict)
     rules: Mapping[str, AssetRules] = field(default_factory=dict)
@@ -311,7 +316,8 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     Failed checks of severity WARN become warnings. A run is blocked by each of these:
 
     - The run did not succeed.
-    - A planned check has no evaluation: it crashed or was skipped.
+    - A planned check has no evaluation: it crashed or was skipped. A check that was skipped together with its
+      asset is not missed.
     - A check of severity ERROR failed.
     - A check ran before the data that it checks was written, or while the code of another step could still
       change its table, or its table changed on the branch after it.
@@ -351,9 +357,12 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
 
 
 def _iter_missing(evidence: RunEvidence) -> Iterator[CodedReason]:
+    written_assets = {asset for asset, _ in evidence.written_partitions}
     for name, partition in sorted(evidence.planned_checks, key=repr):
         # A check over all partitions of a run reports once, without a partition.
-        if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
+        is_evaluated = (name, partition) in evidence.evaluations or (name, None) in evidence.evaluations
+        is_needed = (name, partition) not in evidence.skipped_checks or name[0] in written_assets
+        if is_needed and not is_evaluated:
             yield CodedReason(
                 f"check {_format_check(name, partition)} was planned but never evaluated",
                 "check_not_evaluated",
