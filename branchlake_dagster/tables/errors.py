@@ -92,7 +92,8 @@ class TableMissing(BranchlakeError, Terminal):
             f"Asset {asset} has no table on branch {branch}.",
             table=table,
             branch=branch,
-            hint="Materialize and publish it first, or include it in this run's selection.",
+            hint="Materialize and publish it first, or include it in this run's selection. An asset that"
+            " returns None creates no table: return a frame without rows, or skip the output.",
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 from branchlake_dagster import LakehouseResource, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster_tests.harness import project, retry
 from branchlake_dagster_tests.publication.gate.test_writes_after_checks import (
     append_row,
@@ -136,3 +137,46 @@ def test_an_asset_that_failed_needs_its_check_although_a_retry_leaves_it_out(
     with project(lakehouse, first, second, *([] if in_step else [check_of(key)])) as p:
         run = retry(p, p.run(ok=False), f"{namespace}__first")
         assert p.settle(run).codes == ("check_not_evaluated",)
+
+
+@pytest.mark.parametrize("output", ["none", "no rows", "skipped"])
+def test_an_asset_with_nothing_to_write_in_its_first_run(
+    lakehouse: Lakehouse, namespace: str, output: str
+) -> None:
+    @dg.asset(key=[namespace, "arrivals"], output_required=False)
+    def arrivals() -> Iterator[dg.Output[pl.DataFrame | None]]:
+        if output != "skipped":
+            yield dg.Output(None if output == "none" else ROWS.clear())
+
+    @dg.asset(key=[namespace, "other"], metadata=table_metadata(require_checks=False))
+    def other() -> pl.DataFrame:
+        return ROWS
+
+    with project(lakehouse, arrivals, check_of(arrivals.key), other) as p:
+        run = p.run(ok=output != "none")
+        if output == "none":
+            p.failed_with(TableMissing)
+        else:
+            outcome = p.settle(run)
+            tables = (
+                {f"{namespace}.arrivals", f"{namespace}.other"}
+                if output == "no rows"
+                else {f"{namespace}.other"}
+            )
+            assert (outcome.state, set(outcome.tables)) == (RunState.PUBLISHED, tables)
+
+
+def test_an_asset_that_returns_none_is_checked_on_the_rows_that_it_has(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    rows: list[pl.DataFrame | None] = [ROWS, None]
+
+    @dg.asset(key=[namespace, "arrivals"])
+    def arrivals() -> pl.DataFrame | None:
+        return rows.pop(0)
+
+    with project(lakehouse, arrivals, check_of(arrivals.key)) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        outcome = p.settle(p.run())
+        assert (outcome.state, outcome.codes) == (RunState.DISCARDED, ())
+        assert len(p.rows(namespace, "arrivals")) == 1
