@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
 from pyiceberg.types import StringType
+from pyspark.sql import DataFrame
 
 from branchlake_dagster import LakehouseResource, NessieCatalog, table_metadata
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
@@ -17,6 +18,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 
@@ -330,3 +332,26 @@ def test_sql_of_a_later_step_that_changes_a_checked_table_is_not_published(
     with project(lakehouse, checked, check_of(checked), other) as p:
         outcome = p.settle(p.run())
         assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
+
+
+@pytest.mark.spark
+def test_sql_through_the_session_of_an_input_names_the_step_that_ran_it(
+    lakehouse: Lakehouse, namespace: str, checked: dg.AssetsDefinition
+) -> None:
+    @dg.asset(key=[namespace, "other"], deps=[checked], metadata=FREE)
+    def other(spark: BranchSparkResource) -> pl.DataFrame:
+        spark.spark_session.sql("SELECT 1").collect()
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=[namespace, "later"], ins={"rows": dg.AssetIn(other.key)}, deps=[checked], metadata=FREE)
+    def later(rows: DataFrame) -> None:
+        rows.sparkSession.sql(f"INSERT INTO nessie.{namespace}.checked VALUES (-1)")
+
+    with project(lakehouse, checked, check_of(checked), other, later) as p:
+        run = p.run()
+        table = p.lake.catalog(f"run-{run}").load_table((namespace, "checked"))
+        snapshot = table.current_snapshot()
+        assert snapshot is not None
+        assert snapshot.summary is not None
+        assert snapshot.summary.additional_properties[LakeProperty.CODE_OF_STEP] == f"{namespace}__later"
+        assert p.settle(run).codes == ("check_before_write",)
