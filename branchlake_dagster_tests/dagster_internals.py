@@ -29,6 +29,7 @@ from dagster._core.remote_origin import (
 )
 from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, SensorInstigatorData
 from dagster._core.secrets.env_file import get_env_var_dict
+from dagster._core.snap import snapshot_from_execution_plan
 from dagster._core.storage.event_log.sqlite.sqlite_event_log import SqliteEventLogStorage
 from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
@@ -102,6 +103,7 @@ __all__ = [
     "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
     "get_env_var_dict",
+    "snapshot_from_execution_plan",
     "whitelisted_classes",
 ]
 

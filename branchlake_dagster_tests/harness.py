@@ -12,7 +12,12 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.internals.dagster import (
+    ASSET_RESUME_RETRY_TAG,
+    PARENT_RUN_ID_TAG,
+    ROOT_RUN_ID_TAG,
+    load_failed_keys,
+)
 from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
@@ -26,6 +31,7 @@ from branchlake_dagster_tests.dagster_internals import (
     KnownExecutionState,
     create_execution_plan,
     execute_run,
+    snapshot_from_execution_plan,
 )
 from branchlake_dagster_tests.simulation.history import Pointer
 from branchlake_dagster_tests.simulation.transport import DirectTransport
@@ -121,6 +127,56 @@ def retry(
         parent_run_id=parent_id,
         root_run_id=root,
         tags={**parent.tags, PARENT_RUN_ID_TAG: parent_id, ROOT_RUN_ID_TAG: root},
+    )
+    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
+    assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
+    return run.run_id
+
+
+def retry_failed_assets(p: Project, parent_id: str, *, ok: bool = True) -> str:
+    """Retry from the failed assets, as the UI does; the run id."""
+    parent = p.instance.get_run_by_id(parent_id)
+    assert parent is not None
+    failed = load_failed_keys(p.instance, parent)
+    assert failed is not None
+    job = p.definitions.resolve_implicit_global_asset_job_def()
+    job = job.get_subset(asset_selection=failed[0], asset_check_selection=failed[1])
+    return _re_execute(p, job, parent, ok=ok, **{ASSET_RESUME_RETRY_TAG: "true"})
+
+
+def re_execute_all(p: Project, parent_id: str, *, ok: bool = True) -> str:
+    """Re-execute all steps of a run, as the UI does; the run id."""
+    parent = p.instance.get_run_by_id(parent_id)
+    assert parent is not None
+    job = p.definitions.resolve_implicit_global_asset_job_def()
+    if parent.asset_selection:
+        job = job.get_subset(asset_selection=parent.asset_selection)
+    return _re_execute(p, job, parent, ok=ok)
+
+
+def _re_execute(p: Project, job: dg.JobDefinition, parent: dg.DagsterRun, *, ok: bool, **tags: str) -> str:
+    """Re-execute a job without step keys, as the web server creates the run."""
+    root = parent.root_run_id or parent.run_id
+    plan = create_execution_plan(job, instance_ref=p.instance.get_ref())
+    run = p.instance.create_run(
+        job_name=job.name,
+        run_id=None,
+        run_config={},
+        status=None,
+        tags={**parent.tags, PARENT_RUN_ID_TAG: parent.run_id, ROOT_RUN_ID_TAG: root, **tags},
+        root_run_id=root,
+        parent_run_id=parent.run_id,
+        step_keys_to_execute=None,
+        execution_plan_snapshot=snapshot_from_execution_plan(plan, job.get_job_snapshot_id()),
+        job_snapshot=job.get_job_snapshot(),
+        parent_job_snapshot=job.get_parent_job_snapshot(),
+        asset_selection=job.asset_selection,
+        asset_check_selection=job.asset_check_selection,
+        resolved_op_selection=None,
+        op_selection=None,
+        remote_job_origin=None,
+        job_code_origin=None,
+        asset_graph=job.asset_layer.asset_graph,
     )
     p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
     assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]

@@ -99,7 +99,9 @@ class DagsterRuns:
         try:
             records = load_branch_owners(self._instance, branches)
             branch_owners = {
-                branch: _build_owner(branch, record) for branch, record in records.items() if record
+                branch: _build_owner(self._instance, branch, record)
+                for branch, record in records.items()
+                if record
             }
             waiting_branches = [
                 b for b, owner in branch_owners.items() if owner.state is OwnerState.AWAITING_PUBLICATION
@@ -159,7 +161,7 @@ class DagsterRuns:
         )
 
 
-def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
+def _build_owner(instance: DagsterInstance, branch: str, record: RunRecord) -> BranchOwner:
     run = record.dagster_run
     opened_branch = is_opened_by(run.tags, run.run_id)
     verdict_is_final = opened_branch and is_judged(run.tags, branch)
@@ -180,18 +182,18 @@ def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
         end_time,
         verdict_is_final,
         publication,
-        base_hash=_find_base_hash(run, branch),
+        base_hash=_find_base_hash(instance, run, branch),
         retention=Retention.from_run_tags(run.tags, run.run_id),
     )
 
 
-def _find_base_hash(run: DagsterRun, branch: str) -> str:
+def _find_base_hash(instance: DagsterInstance, run: DagsterRun, branch: str) -> str:
     """Return the base hash of the branch by the run's tags; empty if the tags do not record it.
 
     A retry that died before it opened its branch still has its parent's tags. Their base hash is valid for
     it, because it took over the parent's commits.
     """
-    is_continuation = not is_opened_by(run.tags, run.run_id) and is_retry(run)
+    is_continuation = not is_opened_by(run.tags, run.run_id) and is_retry(instance, run)
     return find_recorded_base(run.tags, run.tags.get(RunTag.BRANCH, "") if is_continuation else branch) or ""
 
 

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from dagster import (
+    AssetCheckKey,
     AssetKey,
     AssetObservation,
+    AssetsDefinition,
     DagsterError,
     DagsterEvent,
     DagsterEventType,
@@ -124,6 +126,7 @@ __all__ = [
     "io_manager_key_of",
     "load_backfill",
     "load_closed_backfills",
+    "load_failed_keys",
     "load_planned_assets",
     "load_sensor_ticks",
     "load_tagged_backfills",
@@ -134,6 +137,7 @@ __all__ = [
     "report_engine_event",
     "report_observations",
     "report_planned_again",
+    "unselected_assets",
     "with_executor",
 ]
 
@@ -176,6 +180,19 @@ def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]
     logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     events = (entry.dagster_event for entry in logged)
     return {event.asset_key for event in events if event is not None and event.asset_key is not None}
+
+
+def load_failed_keys(
+    instance: DagsterInstance, run: DagsterRun
+) -> tuple[Set[AssetKey], Set[AssetCheckKey]] | None:
+    """Load the assets and checks that Dagster repeats if `run` is re-executed from its failed assets.
+
+    None if Dagster does not know what the run planned.
+    """
+    if run.execution_plan_snapshot_id is None:
+        return None
+    plan = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id)
+    return instance.run_domain.get_keys_to_reexecute(run.run_id, plan)
 
 
 def build_engine_event(plan_context: Any, message: str) -> DagsterEvent:
@@ -301,6 +318,14 @@ def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
     """Return the resource key of the IO manager that writes an asset."""
     resource_key: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
     return resource_key
+
+
+def unselected_assets(assets: AssetsDefinition) -> frozenset[AssetKey]:
+    """Return the assets of a function with `can_subset=True` that the run's selection leaves out.
+
+    `assets` is the definition of the run's own job.
+    """
+    return frozenset(assets.node_keys_by_output_name.values()) - assets.keys
 
 
 def loaded_inputs(graph: AssetGraph, key: AssetKey) -> set[AssetKey]:

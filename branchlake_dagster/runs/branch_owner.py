@@ -24,7 +24,11 @@ from weakref import WeakKeyDictionary
 
 from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 
-from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
+from branchlake_dagster.internals.dagster import (
+    ASSET_RESUME_RETRY_TAG,
+    PARENT_RUN_ID_TAG,
+    load_failed_keys,
+)
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import IcebergTable, LogEntry, Put, Reference
@@ -107,14 +111,40 @@ _CHUNK_SIZE = 500
 """The number of values in one query. SQLite allows at most 999."""
 
 
-def is_retry(run: DagsterRun) -> bool:
+def is_retry(instance: DagsterInstance, run: DagsterRun) -> bool:
     """Return whether the run repeats a part of its parent's work and needs the parent's outputs for the rest.
 
-    This is true for a retry from failure or of selected steps. A full re-execution also has a parent, but is
-    not a retry.
+    This is true for a retry from failure, from failed assets, or of selected steps. A full re-execution also
+    has a parent, but is not a retry. Cost: no query, except for a run whose parent was a retry of single
+    assets.
     """
-    partial = bool(run.step_keys_to_execute) or run.tags.get(ASSET_RESUME_RETRY_TAG) == "true"
-    return run.parent_run_id is not None and partial
+    if run.parent_run_id is None:
+        return False
+    return bool(run.step_keys_to_execute) or (
+        _marks_asset_retry(run) and not _has_copied_mark(instance, run, run.parent_run_id)
+    )
+
+
+def _marks_asset_retry(run: DagsterRun) -> bool:
+    return run.tags.get(ASSET_RESUME_RETRY_TAG) == "true"
+
+
+def _has_copied_mark(instance: DagsterInstance, run: DagsterRun, parent_run_id: str) -> bool:
+    """Return whether the tag that marks a retry of single assets is only a copy of the parent's tag.
+
+    Dagster copies the tag to full re-executions. These select all assets of the parent, also those that the
+    parent has finished. If the parent has finished none, both kinds of re-execution do the same.
+    """
+    parent = instance.get_run_by_id(parent_run_id)
+    if parent is None or not _marks_asset_retry(parent) or run.asset_selection != parent.asset_selection:
+        return False
+    failed = load_failed_keys(instance, parent)
+    if failed is None:
+        return False
+    failed_assets, failed_checks = failed
+    return (run.asset_selection or frozenset()) != failed_assets or (
+        run.asset_check_selection is not None and run.asset_check_selection != failed_checks
+    )
 
 
 def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
@@ -126,7 +156,7 @@ def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> 
     records = _load_related_runs(instance, branches)
     candidates: dict[str, list[RunRecord]] = {}
     for record in records.values():
-        candidates.setdefault(_branch_of_run(record.dagster_run, records), []).append(record)
+        candidates.setdefault(_branch_of_run(instance, record.dagster_run, records), []).append(record)
     return {branch: _newest_record(branch, candidates.get(branch, [])) for branch in branches}
 
 
@@ -140,7 +170,9 @@ def load_runs_on_branch(instance: DagsterInstance, branch: str) -> tuple[Dagster
     """Load all runs whose work is on `branch`, oldest first: the runs that it continues, then its owners."""
     records = _load_related_runs(instance, [branch])
     branch_records = [
-        record for record in records.values() if _branch_of_run(record.dagster_run, records) == branch
+        record
+        for record in records.values()
+        if _branch_of_run(instance, record.dagster_run, records) == branch
     ]
     runs = [record.dagster_run for record in sorted(branch_records, key=_storage_id)]
     while runs and (earlier_run := _load_continued_run(instance, runs[0])) is not None:
@@ -206,7 +238,7 @@ def _iter_chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
         yield chunk
 
 
-def _branch_of_run(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
+def _branch_of_run(instance: DagsterInstance, run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     """Return the branch that a run works on.
 
     This is the branch that it opened; else for a retry the branch of its parent; else the branch that is
@@ -215,8 +247,8 @@ def _branch_of_run(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     if is_opened_by(run.tags, run.run_id):
         return run.tags[RunTag.BRANCH]
     parent = records.get(run.parent_run_id or "")
-    if parent is not None and is_retry(run):
-        return _branch_of_run(parent.dagster_run, records)
+    if parent is not None and is_retry(instance, run):
+        return _branch_of_run(instance, parent.dagster_run, records)
     return run_branch_name(run.run_id)
 
 

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from weakref import WeakValueDictionary
 
-from dagster import DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
+from dagster import AssetKey, DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
 from pyarrow import ArrowException
 from pydantic import PrivateAttr
 
@@ -28,13 +29,17 @@ from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats,
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
 from branchlake_dagster.runs.provenance import ReadSet, find_running_step
-from branchlake_dagster.runs.retries import inherit_parent_branch, undo_earlier_attempts
+from branchlake_dagster.runs.retries import (
+    inherit_parent_branch,
+    load_finished_assets,
+    undo_earlier_attempts,
+)
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
-from branchlake_dagster.tables.specification import parse_exclusive_name
+from branchlake_dagster.tables.specification import find_table_name, parse_exclusive_name
 from branchlake_dagster.tables.table_files import TableFiles
 
 
@@ -113,6 +118,7 @@ class LakehouseResource(LakeConfig):
     _instance: str | None = PrivateAttr(default=None)
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
     _retries_parent: bool = PrivateAttr(default=False)
+    _load_finished: Callable[..., Set[AssetKey]] | None = PrivateAttr(default=None)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Bind the resource to the run.
@@ -130,6 +136,7 @@ class LakehouseResource(LakeConfig):
         if shared_branch is None and instance.get_run_by_id(run.run_id) is None:
             return
         self._instance = load_instance_id(instance)
+        self._load_finished = partial(load_finished_assets, instance)
         self._ended = lambda: (
             (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
         )
@@ -144,7 +151,7 @@ class LakehouseResource(LakeConfig):
             run_branch = shared_branch or self._build_run_branch(run, instance, context.log)
             self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), run_branch)
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
-        self._retries_parent = is_retry(run)
+        self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
             with contextlib.suppress(RetryNeedsFullRun):  # raised again by a step that needs a table
                 if self._run_branch.take_over():
@@ -255,6 +262,10 @@ class LakehouseResource(LakeConfig):
             return
 
         def undo() -> None:
+            namespace = self.lakehouse.settings.default_namespace
+            finished: Set[AssetKey] = set()
+            if self._load_finished is not None:
+                finished = self._load_finished(location.branch, key, step.unselected_assets)
             tables = undo_earlier_attempts(
                 self.lakehouse.nessie,
                 location.branch,
@@ -262,6 +273,7 @@ class LakehouseResource(LakeConfig):
                 key,
                 TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
                 {**self.maker_properties(), LakeProperty.CODE_OF_STEP: key},
+                {name for asset in finished if (name := find_table_name(asset, namespace))},
             )
             if tables:
                 names = ", ".join(tables)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dagster import (
+    AssetKey,
     DagsterInstance,
     DagsterRun,
     InputContext,
@@ -39,6 +40,7 @@ from branchlake_dagster.internals.dagster import (
     find_context_of_run,
     get_running_context,
     report_engine_event,
+    unselected_assets,
 )
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -198,12 +200,14 @@ class RunningStep:
     """The step that runs, and whether it writes a serializable asset.
 
     `key` is None if no step is known. `is_serializable` is None in threads that user code started, because
-    such a thread may still run in a later step. `attempt` counts from 1 within the run.
+    such a thread may still run in a later step. `attempt` counts from 1 within the run. `unselected_assets`
+    are the assets that the step's function can write, but not in this run.
     """
 
     key: str | None
     is_serializable: bool | None
     attempt: int = 1
+    unselected_assets: frozenset[AssetKey] = frozenset()
 
 
 def find_running_step(run_id: str | None = None) -> RunningStep:
@@ -219,13 +223,16 @@ def find_running_step(run_id: str | None = None) -> RunningStep:
     if context is None:
         return RunningStep(None, None)
     step = context.op_execution_context.get_step_execution_context()
-    if own_context is None:
-        return RunningStep(step.step.key, None, step.previous_attempt_count + 1)
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
     is_serializable = assets is not None and any(
         unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs
     )
-    return RunningStep(step.step.key, is_serializable, step.previous_attempt_count + 1)
+    return RunningStep(
+        step.step.key,
+        None if own_context is None else is_serializable,
+        step.previous_attempt_count + 1,
+        frozenset() if assets is None else unselected_assets(assets),
+    )
 
 
 @contextlib.contextmanager

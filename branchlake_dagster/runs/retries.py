@@ -8,11 +8,11 @@ rows that a step returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from dagster import DagsterInstance, DagsterRun
+from dagster import AssetKey, DagsterInstance, DagsterRun
 
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
@@ -31,7 +31,12 @@ from branchlake_dagster.runs.branch_commits import (
     newest_metadata_locations,
 )
 from branchlake_dagster.runs.branch_owner import is_retry, iter_continuing_runs, load_runs_on_branch
-from branchlake_dagster.runs.discarding import is_claimed, report_branch_end, take_over_branch
+from branchlake_dagster.runs.discarding import (
+    is_claimed,
+    iter_materializations,
+    report_branch_end,
+    take_over_branch,
+)
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.run_tags import (
     CONTINUED,
@@ -56,7 +61,7 @@ def inherit_parent_branch(
     used no table or wrote to `main` directly. Raises RetryNeedsFullRun if the work is gone, was published
     already, or is in use by another run.
     """
-    if not is_retry(run):
+    if not is_retry(instance, run):
         return None
     location = _find_parent_location(client, instance, run)
     if location is None or location.unbranched:
@@ -99,7 +104,7 @@ def _find_parent_location(
     if location is None and (base_hash := find_recorded_base(parent.tags, parent_branch)):
         location = RunLocation(parent_branch, base_hash)
     if location is None:
-        return _find_parent_location(client, instance, parent) if is_retry(parent) else None
+        return _find_parent_location(client, instance, parent) if is_retry(instance, parent) else None
     if publication := find_publication(parent.tags, location.branch):
         raise RetryNeedsFullRun(
             f"The run's parent was published as {publication[:12]}, so there is nothing to continue.",
@@ -149,6 +154,23 @@ def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) 
             )
 
 
+def load_finished_assets(
+    instance: DagsterInstance, branch: str, step: str, assets: Collection[AssetKey]
+) -> set[AssetKey]:
+    """Load which of `assets` a run on the branch has materialized in the step.
+
+    A retry of single assets repeats a step with `can_subset=True` for the assets that failed. The step's
+    other assets keep the rows that the parent wrote. Cost: no query without `assets`.
+    """
+    runs = load_runs_on_branch(instance, branch) if assets else ()
+    return {
+        asset
+        for run in runs
+        for asset, _, step_key in iter_materializations(instance, run.run_id)
+        if step_key == step and asset in assets
+    }
+
+
 class _CommitWriter(Enum):
     """The writer of a commit, from the point of view of one step."""
 
@@ -181,11 +203,13 @@ def undo_earlier_attempts(
     step: str,
     read_metadata: ReadMetadata,
     properties: Mapping[str, str],
+    finished_tables: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Restore the tables that the code of earlier attempts of `step` wrote, and return their names.
 
     Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
-    access to the lake by a step that was attempted before.
+    access to the lake by a step that was attempted before. `finished_tables` are the dotted names of tables
+    that an earlier attempt has finished and that this attempt does not write; they stay as they are.
 
     Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each
     table of each commit since the base without the property `CODE_OF_STEP`.
@@ -198,7 +222,8 @@ def undo_earlier_attempts(
     entries = list(client.log(head.pinned_ref, since=base_hash, fetch_operations=True))
     keys = {operation.key for entry in entries for operation in entry.operations}
     base_contents = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
-    histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata)
+    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata)
+    histories = {key: history for key, history in all_histories.items() if key.name not in finished_tables}
     for key, history in histories.items():
         if _CommitWriter.OTHER in history.writers:
             raise RetryNeedsFullRun(

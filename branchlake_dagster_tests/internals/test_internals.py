@@ -84,6 +84,12 @@ USED = [
     ("dagster._core.execution.backfill", "BulkActionsFilter", ""),
     ("dagster._core.execution.context.compute", "current_execution_context", ""),
     ("dagster._core.instance", "InstanceRef.secrets_loader", ""),
+    (
+        "dagster._core.instance.runs.run_domain",
+        "RunDomain.get_keys_to_reexecute",
+        "run_id execution_plan_snapshot",
+    ),
+    ("dagster", "AssetsDefinition.node_keys_by_output_name", ""),
     ("dagster._core.launcher.base", "CheckRunHealthResult", "status msg run_worker_id"),
     ("dagster._core.launcher.base", "LaunchRunContext", "dagster_run workspace"),
     ("dagster._core.origin", "RepositoryPythonOrigin", "executable_path code_pointer"),

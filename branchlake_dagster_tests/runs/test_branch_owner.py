@@ -112,7 +112,7 @@ def test_a_retry_whose_tags_were_not_copied_claims_too(instance: dg.DagsterInsta
 def test_a_retry_of_single_assets_is_one(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED, opens="")
     retry = launch(instance, parent=parent, **{ASSET_RESUME_RETRY_TAG: "true"})
-    assert is_retry(retry)
+    assert is_retry(instance, retry)
     assert load_branch_owner(instance, run_branch_name(parent.run_id)).run_id == retry.run_id
 
 
@@ -120,7 +120,7 @@ def test_a_full_re_execution_does_not_claim_with_inherited_tags(instance: dg.Dag
     parent = launch(instance, FAILED, opens="")
     whole = launch(instance, parent=parent)
     assert whole.tags[RunTag.OPENED_BY] == parent.run_id
-    assert not is_retry(whole)
+    assert not is_retry(instance, whole)
     assert load_branch_owner(instance, run_branch_name(parent.run_id)).run_id == parent.run_id
     assert load_branch_owner(instance, run_branch_name(whole.run_id)).run_id == whole.run_id
 

@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch, discarded_tag_name
@@ -17,7 +17,7 @@ from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
-from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.harness import Project, project, re_execute_all, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -179,6 +179,30 @@ def test_a_full_re_execution_starts_fresh(lakehouse: Lakehouse, p: Project, flak
     assert tags(p, again)[RunTag.BRANCH] == run_branch_name(again)
     assert tags(p, again)[RunTag.BASE_HASH] == lakehouse.nessie.reference("main").hash
     assert run_branch_name(parent) in p.branches()
+
+
+def test_a_full_re_execution_of_a_retry_of_single_assets_starts_fresh(
+    lakehouse: Lakehouse, p: Project, flaky: Flaky
+) -> None:
+    parent = p.run(ok=False)
+    flaky.broken = False
+    child = retry_failed_assets(p, parent)
+    assert tags(p, child)[RunTag.CONTINUES] == run_branch_name(parent)
+    p.settle(child)
+    whole = re_execute_all(p, child)
+    mine = tags(p, whole)
+    assert mine[ASSET_RESUME_RETRY_TAG] == "true"  # copied by Dagster
+    assert mine[RunTag.BRANCH] == run_branch_name(whole)
+    assert mine[RunTag.BASE_HASH] == lakehouse.nessie.reference("main").hash
+
+
+def test_a_retry_of_single_assets_that_failed_again_goes_on(namespace: str, p: Project, flaky: Flaky) -> None:
+    parent = p.run(ok=False)
+    again = retry_failed_assets(p, parent, ok=False)
+    flaky.broken = False
+    child = retry_failed_assets(p, again)
+    assert tags(p, child)[RunTag.CONTINUES] == run_branch_name(again)
+    assert p.rows(namespace, "second", ref=run_branch_name(child)) == [{"n": 1, "twice": 2}]
 
 
 def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, namespace: str) -> None:

@@ -1,5 +1,6 @@
 """What a step writes by its own code, by SQL or through the catalog, is there once however often it is attempted."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import dagster as dg
@@ -13,7 +14,7 @@ from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
-from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -139,6 +140,34 @@ def test_what_other_steps_wrote_before_and_to_other_tables_stays(
         assert p.settle(p.run()).state is RunState.PUBLISHED
         assert rows(p, namespace, "t") == [0, 1, 2]
         assert (rows(p, namespace, "earlier"), rows(p, namespace, "writer")) == ([7], [8])
+
+
+def test_a_retry_of_single_assets_keeps_what_the_step_had_finished(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    fails = [True]
+    names = ("t", "u")
+
+    @dg.multi_asset(specs=[dg.AssetSpec([namespace, name], metadata=FREE) for name in names], can_subset=True)
+    def both(
+        context: dg.AssetExecutionContext, lakehouse: LakehouseResource
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        catalog = lakehouse.catalog()
+        catalog.create_namespace_if_not_exists((namespace,))
+        for name in names:
+            key = dg.AssetKey([namespace, name])
+            if key in context.selected_asset_keys:
+                frame = pl.DataFrame({"n": [1]}).to_arrow()
+                catalog.create_table_if_not_exists((namespace, name), frame.schema).append(frame)
+                if name == "u" and fails[0]:
+                    raise RuntimeError("after the append")
+                yield dg.MaterializeResult(asset_key=key)
+
+    with project(lakehouse, both) as p:
+        again = retry_failed_assets(p, p.run(ok=False), ok=False)
+        fails[0] = False
+        assert p.settle(retry_failed_assets(p, again)).state is RunState.PUBLISHED
+        assert (rows(p, namespace, "t"), rows(p, namespace, "u")) == ([1], [1])
 
 
 @pytest.mark.spark
