@@ -375,6 +375,8 @@ def _find_problem(declaration: Declaration) -> str | None:
         return "when_removed='apply' cannot be combined with commits=True: it also loads unchanged rows."
     if "keys" in declaration.patterns and not declaration.keys:
         return "the pattern `keys` needs keys=[…], the key columns of the asset's own table."
+    if len(set(declaration.keys)) < len(declaration.keys):
+        return f"keys=[{', '.join(map(repr, declaration.keys))}] names a column twice."
     for key, consumed_input in declaration.column_overrides.items():
         if consumed_input.keys and len(consumed_input.keys) != len(declaration.keys):
             return (

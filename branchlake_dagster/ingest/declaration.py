@@ -19,7 +19,12 @@ from branchlake_dagster.ingest.formats import Format, Json
 from branchlake_dagster.ingest.planning import CommittedOffsets, Start, StartingOffsets, TopicRules
 from branchlake_dagster.ingest.progress import OnRollback
 from branchlake_dagster.stored_names import KEPT_RECORDS_SUFFIX
-from branchlake_dagster.tables.specification import LayoutField, require_parquet
+from branchlake_dagster.tables.specification import (
+    LayoutField,
+    parse_layout,
+    require_distinct_keys,
+    require_parquet,
+)
 
 if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel
@@ -140,8 +145,9 @@ class IngestTable:
                 table=table_name,
                 hint="Declare each table that needs a freshness policy with its own key, without {route}.",
             )
+        layout_fields = parse_layout(self.layout, table_name=table_name)
         if self.days_from is not None:
-            self._require_days(table_name)
+            self._require_days(layout_fields, table_name)
         if self.mode not in ("append", "upsert", "changes"):
             raise ConfigurationError(
                 f"Unknown mode {self.mode!r}.", table=table_name, hint="Use append, upsert or changes."
@@ -152,6 +158,7 @@ class IngestTable:
                 table=table_name,
                 hint='keys=["id"]',
             )
+        require_distinct_keys(self.keys, table_name=table_name)
         for column, attribute in self.attributes.items():
             if attribute not in get_args(Attribute):
                 raise ConfigurationError(
@@ -170,10 +177,10 @@ class IngestTable:
                     f"The route {self.route!r} is not a valid regular expression: {error}.", table=table_name
                 ) from error
 
-    def _require_days(self, table_name: str) -> None:
+    def _require_days(self, layout_fields: Iterable[LayoutField], table_name: str) -> None:
         """Raise ConfigurationError for a family, or if the layout has neither days nor hours.
 
-        `table_name` is the name of the table in the error.
+        `layout_fields` is the parsed layout, and `table_name` the name of the table in the error.
         """
         if self.is_family:
             raise ConfigurationError(
@@ -182,7 +189,7 @@ class IngestTable:
                 hint="Declare each table whose days are needed with its own key, without {route}.",
                 reason="days_of_family",
             )
-        transforms = {LayoutField.from_declaration(one).transform for one in self.layout}
+        transforms = {layout_field.transform for layout_field in layout_fields}
         if transforms.isdisjoint({"day", "hour"}):
             raise ConfigurationError(
                 "days_from needs a table whose files are partitioned by day or hour.",

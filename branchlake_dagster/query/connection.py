@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
@@ -26,6 +27,7 @@ from branchlake_dagster.query.reference import (
     find_table_paths,
     load_table_keys,
     resolve_tables,
+    table_not_there,
 )
 from branchlake_dagster.runs.temporary_tags import current_time, keep_commit
 from branchlake_dagster.settings import Settings
@@ -123,11 +125,23 @@ class LakeReader:
         """Load a table for PyIceberg (`.scan(…)`, `.to_polars()`, `.inspect`) at a fixed commit, read-only.
 
         `name` is dotted; put an element that contains dots in backticks. For `branch`, `run` and `at` see
-        `find_state`. Raises NoSuchTableError, NoSuchState, and MomentExpired if the files were deleted for
-        their age.
+        `find_state`. Raises TableNotThere, which is also PyIceberg's NoSuchTableError; NoSuchState;
+        MomentExpired if the files were deleted for their age; and ConfigurationError if `name` is not valid.
         """
+        try:
+            key = ContentKey.from_path(name)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{name!r} is not the name of a table.",
+                hint="Write namespace.table; put an element that contains dots in backticks.",
+                reason="table_name",
+                subject=name,
+            ) from error
         state = self.find_state(branch=branch, run=run, at=at)
-        return self._load_table(state, ContentKey.from_path(name))
+        try:
+            return self._load_table(state, key)
+        except NoSuchTableError as error:
+            raise table_not_there(key.elements, load_table_keys(self._lake.nessie, state), state) from error
 
     def _load_table(self, state: LakeState, key: ContentKey) -> Table:
         try:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from pyiceberg.exceptions import NoSuchTableError
+
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, sql_name
 from branchlake_dagster.nessie.client import NessieClient
@@ -33,8 +35,8 @@ class QueryFailed(BranchlakeError, Terminal):
     """The SQL cannot be run; the message quotes DuckDB."""
 
 
-class TableNotThere(QueryFailed):
-    """The SQL names a table that does not exist at that state of the lake."""
+class TableNotThere(QueryFailed, NoSuchTableError):
+    """A query names a table that does not exist at that state of the lake."""
 
 
 class NoSuchState(BranchlakeError, Terminal):
@@ -386,11 +388,18 @@ def _find_similar_key(path: TablePath, keys: Iterable[ContentKey], state: LakeSt
         raise TableNotThere(
             f"Several tables differ from {'.'.join(path)} in case only: {_format_keys(matches)}."
         )
+    raise table_not_there(path, folded_names, state)
+
+
+def table_not_there(path: TablePath, keys: Iterable[ContentKey], state: LakeState) -> TableNotThere:
+    """Return the error for a path that names none of the tables `keys`, with those of a similar name."""
+    folded_path = _fold_case(path)
+    folded_names = {key: _fold_case(key) for key in keys}
     same_table_name = [key for key in folded_names if key[-1].lower() == path[-1].lower()]
     close_names = difflib.get_close_matches(folded_path, folded_names.values(), n=3)
     suggestions = same_table_name[:3] or [key for key, name in folded_names.items() if name in close_names]
     hint = f"Did you mean {_format_keys(suggestions)}?" if suggestions else _LIST_TABLES_HINT
-    raise TableNotThere(
+    return TableNotThere(
         f"Table {'.'.join(path)} does not exist at {state.label}.", hint=hint, subject=".".join(path)
     )
 

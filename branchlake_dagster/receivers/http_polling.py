@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from branchlake_dagster.errors import ConfigurationError, without_credentials
 from branchlake_dagster.extras import require_modules
@@ -38,6 +39,16 @@ _FIRST_PAUSE_S, _ALARMING_FAILURES = 0.5, 3
 _JSON_WHITESPACE = " \t\r\n"
 _LONGEST_NUMBER = 40
 _URL_SCHEMES = ("http://", "https://")
+
+
+def _has_host(url: str) -> bool:
+    """Return whether the text is an HTTP URL with a host and a valid port."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for a port that is not a number of 16 bits
+    except ValueError:
+        return False
+    return url.startswith(_URL_SCHEMES) and bool(parts.hostname)
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,12 @@ class HttpSource:
         rng: random.Random | None = None,
     ) -> None:
         require_modules("receive", "aiohttp", needed_by="A receiver over HTTP")
-        if not config.url.startswith(_URL_SCHEMES):
+        if not _has_host(config.url):
             raise ConfigurationError(
                 f"{without_credentials(config.url)!r} is not an HTTP URL.",
-                hint="Use a URL that begins with http:// or https://.",
+                hint="Use a URL that begins with http:// or https:// and a host, and has a port below 65536.",
                 reason="url",
-                subject=config.url,
+                subject=without_credentials(config.url),
             )
         self.config, self.trouble, self._stuck_message = config, "", ""
         self.cursor = config.start

@@ -77,7 +77,8 @@ def build_partition_spec(
     windows, because a partition for each distinct moment would mean a file for each row. Otherwise every
     Dagster partition is a union of Iceberg partitions. Other dimensions, and dates, are partitioned by value.
 
-    Raises SchemaMismatch if a column is missing or its type does not fit a transform.
+    Raises SchemaMismatch if a column is missing, its type does not fit a transform, or the layout repeats a
+    field.
     """
     fields: list[PartitionField] = []
     for dimension, column in columns_by_dimension.items():
@@ -85,8 +86,18 @@ def build_partition_spec(
         transform, suffix = _window_transform(_dimension_definition(definition, dimension), field.field_type)
         fields.append(_build_partition_field(fields, field, transform, suffix, schema))
     for layout_field in layout:
-        field = _require_column_field(schema, layout_field.column, table_name)
+        field = _require_column_field(
+            schema, layout_field.column, table_name, hint=_layout_hint(layout_field)
+        )
         transform, suffix = _layout_transform(layout_field)
+        if any((other.source_id, other.transform) == (field.field_id, transform) for other in fields):
+            raise SchemaMismatch(
+                f"The layout and partition_by partition column {layout_field.column} by {transform} twice.",
+                table=table_name,
+                hint="Remove it from table_metadata(layout=[…]).",
+                reason="layout_twice",
+                subject=layout_field.column,
+            )
         if not transform.can_transform(field.field_type):
             raise SchemaMismatch(
                 f"The layout partitions by {layout_field.transform or 'the values'} of column"
@@ -100,13 +111,26 @@ def build_partition_spec(
     return PartitionSpec(*fields) if fields else UNPARTITIONED_PARTITION_SPEC
 
 
-def _require_column_field(schema: Schema, column_name: str, table_name: str) -> NestedField:
+def _layout_hint(layout_field: LayoutField) -> str | None:
+    """Return a hint for an entry of a layout that looks like a transform but is taken for a column."""
+    if layout_field.transform is not None or not layout_field.column.endswith(")"):
+        return None
+    return (
+        "The transforms of table_metadata(layout=[…]) are year(c), month(c), day(c), hour(c), bucket(16, c)"
+        " and truncate(4, c). Everything else is the name of a column."
+    )
+
+
+def _require_column_field(
+    schema: Schema, column_name: str, table_name: str, *, hint: str | None = None
+) -> NestedField:
     try:
         return schema.find_field(column_name)
     except ValueError as error:
         raise SchemaMismatch(
             f"Partition column {column_name} is missing from the frame.",
             table=table_name,
+            hint=hint,
             reason="column_missing",
             subject=column_name,
         ) from error
@@ -120,8 +144,9 @@ def _build_partition_field(
     schema: Schema,
 ) -> PartitionField:
     name = f"{field.name}{suffix}"
-    while suffix and name in {other.name for other in schema.fields}:
-        name += "_"  # Iceberg refuses a partition field with the name of another column
+    names = {other.name for other in schema.fields} | {other.name for other in earlier_fields}
+    while suffix and name in names:
+        name += "_"  # Iceberg refuses a partition field with the name of another column or field
     return PartitionField(field.field_id, _FIRST_FIELD_ID + len(earlier_fields), transform, name)
 
 

@@ -27,6 +27,7 @@ _INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 _TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 _MAX_WIDTH = 2**31 - 1
+_CODECS = ("zstd", "gzip", "snappy", "lz4", "brotli", "uncompressed", "none")
 PARTITION_EXPR = "partition_expr"
 """The metadata key that Dagster's own database IO managers use for the partition column."""
 
@@ -312,6 +313,7 @@ def parse_table_spec(
             hint='Declare write_mode="upsert", or remove when_matched.',
             reason="when_matched_without_upsert",
         )
+    require_distinct_keys(keys, table_name=table_name)
     if any("," in key for key in keys):
         raise ConfigurationError(
             f"The keys {', '.join(map(repr, keys))} contain a comma. It separates keys in snapshot"
@@ -339,21 +341,7 @@ def parse_table_spec(
         unwrap_metadata(metadata.get(AssetMetadata.LAYOUT)) or (),
         unwrap_metadata(metadata.get(AssetMetadata.PROPERTIES)) or {},
     )
-    if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
-        raise ConfigurationError(
-            f"The layout must be a list of strings, but it is {layout!r}.",
-            table=table_name,
-            hint='Declare a list, such as layout=["day", "bucket(16, account)"].',
-            reason="layout",
-        )
-    layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in layout)
-    if any(not layout_field.has_valid_width for layout_field in layout_fields):
-        raise ConfigurationError(
-            f"The layout {', '.join(layout)} has a bucket or truncate of no width.",
-            table=table_name,
-            hint="Give it a width from 1 to 2147483647, such as bucket(16, account).",
-            reason="layout_width",
-        )
+    layout_fields = parse_layout(layout, table_name=table_name)
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
             f"The table's properties must be a dict, but they are {properties!r}.",
@@ -376,8 +364,57 @@ def parse_table_spec(
     )
 
 
+def parse_layout(layout: Sequence[str], *, table_name: str) -> tuple[LayoutField, ...]:
+    """Parse a declared layout, such as `["day(at)", "bucket(16, account)"]`. Raises ConfigurationError."""
+    if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
+        raise ConfigurationError(
+            f"The layout must be a list of strings, but it is {layout!r}.",
+            table=table_name,
+            hint='Declare a list, such as layout=["day", "bucket(16, account)"].',
+            reason="layout",
+        )
+    layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in layout)
+    if any(not layout_field.has_valid_width for layout_field in layout_fields):
+        raise ConfigurationError(
+            f"The layout {', '.join(layout)} has a bucket or truncate of no width.",
+            table=table_name,
+            hint="Give it a width from 1 to 2147483647, such as bucket(16, account).",
+            reason="layout_width",
+        )
+    if len(set(layout_fields)) < len(layout_fields):
+        raise ConfigurationError(
+            f"The layout {', '.join(layout)} has an entry twice.",
+            table=table_name,
+            hint="Name each column or transform of layout=[…] once.",
+            reason="layout_twice",
+        )
+    return layout_fields
+
+
+def require_distinct_keys(keys: Sequence[str], *, table_name: str) -> None:
+    """Raise ConfigurationError if `keys` are a text or name a column twice.
+
+    Keys are the columns that identify a row.
+    """
+    if isinstance(keys, str):
+        raise ConfigurationError(
+            f"keys={keys!r} is a text, not a list.",
+            table=table_name,
+            hint=f"Write keys=[{keys!r}].",
+            reason="not_a_list",
+            subject="keys",
+        )
+    if len(set(keys)) < len(keys):
+        raise ConfigurationError(
+            f"The keys {', '.join(map(repr, keys))} name a column twice.",
+            table=table_name,
+            hint="Name each column of keys=[…] once.",
+            reason="keys_twice",
+        )
+
+
 def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
-    """Raise ConfigurationError if a table's properties request data files of another format than Parquet.
+    """Raise ConfigurationError if a table's properties request another format than Parquet, or another codec.
 
     PyIceberg writes Parquet only. Branchlake uses it for frames that are not Spark's, for files that a
     selection cuts through, and for records of an ingestion.
@@ -390,6 +427,17 @@ def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
             table=table_name,
             hint=f"Set {name} to 'parquet'. Existing files of other formats can still be read.",
             reason="file_format",
+        )
+    name = TableProperties.PARQUET_COMPRESSION
+    codec = properties.get(name, TableProperties.PARQUET_COMPRESSION_DEFAULT)
+    # PyIceberg compares `uncompressed` as it is written, and the names of codecs without regard to case.
+    if codec not in _CODECS and codec.lower() not in _CODECS[:-2]:
+        raise ConfigurationError(
+            f"The table's property {name} is {codec!r}, which is not a codec of Parquet files.",
+            table=table_name,
+            hint=f"Set {name} to one of {', '.join(_CODECS)}.",
+            reason="codec",
+            subject=codec,
         )
 
 

@@ -76,9 +76,10 @@ def test_a_column_that_all_inputs_name_is_the_asset_s_too() -> None:
         ({"a": keys("id")}, {}),
         ({"a": keys("id", "region")}, {"keys": ["account"]}),
         ({"a": rows(), "b": keys("id")}, {"keys": ["account"]}),
+        ({"a": "keys"}, {"keys": ["account", "account"]}),
         ({"a": ConsumedInput("cells")}, {}),  # type: ignore[arg-type]
     ],
-    ids=["no keys of its own", "more keys than it has", "different patterns", "no pattern"],
+    ids=["no keys of its own", "more keys than it has", "different patterns", "a key twice", "no pattern"],
 )
 def test_a_declaration_that_contradicts_itself_is_refused(
     inputs: dict[str, ConsumedInput], more: dict[str, Any]

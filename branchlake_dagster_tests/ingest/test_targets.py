@@ -16,6 +16,7 @@ from branchlake_dagster.ingest.batch_tables import prepare_targets
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expand_families
 from branchlake_dagster.ingest.spark_expressions import NAME_MAPPING, columns_of
 from branchlake_dagster_tests.history.snapshot_tables import SCHEMA, catalogue
+from branchlake_dagster_tests.suite.raised import raising
 
 NESTED = Schema(
     NestedField(1, "id", LongType()),
@@ -70,6 +71,23 @@ def test_a_field_without_names_in_a_mapping_has_its_own() -> None:
         ("id",),
         ("site",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"layout": ["bucket(0, id)"]}, "layout_width"),
+        ({"layout": ["day(at)", "day(at)"]}, "layout_twice"),
+        ({"layout": "day(at)"}, "layout"),
+        ({"mode": "upsert", "keys": ["id", "id"]}, "keys_twice"),
+        ({"mode": "upsert", "keys": "id"}, "not_a_list"),
+    ],
+)
+def test_a_table_that_cannot_be_created_is_refused_when_definitions_load(
+    options: dict[str, Any], reason: str
+) -> None:
+    with raising(ConfigurationError, reason=reason):
+        IngestTable(key=["shop", "t"], columns={"id": "long", "at": "timestamptz"}, **options)
 
 
 @pytest.mark.parametrize("nested", [{"name": ["Name"]}, {"name": ["name", "Name"]}, {"tags": ["labels"]}])

@@ -15,9 +15,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
+from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, connect
 from branchlake_dagster.query.reference import NoSuchState
@@ -190,6 +192,22 @@ def test_names_of_any_depth_case_and_character(
         reader.sql(f"FROM {namespace}.tt")
     with raising(QueryFailed, '."Inner.most".t', reason="more_than_three_levels"):
         reader.sql(f'FROM {namespace}."Inner".most.t')
+
+
+@pytest.mark.parametrize("name", ["", "a.", ".", "`"])
+def test_what_is_not_the_name_of_a_table_is_refused(reader: LakeReader, name: str) -> None:
+    with raising(ConfigurationError, reason="table_name", subject=name):
+        reader.table(name)
+
+
+def test_a_table_that_is_missing_is_named_with_one_like_it(
+    reader: LakeReader, prices: str, namespace: str
+) -> None:
+    missing = f"{namespace}.pricez"
+    with raising(TableNotThere, prices, subject=missing):
+        reader.table(missing)
+    with pytest.raises(NoSuchTableError):
+        reader.polars(missing)
 
 
 def test_a_query_may_write_a_table_in_several_cases(

@@ -412,8 +412,9 @@ def test_a_full_buffer_stops_the_asking() -> None:
 
 
 def test_an_invalid_url_or_cursor_is_reported() -> None:
-    with raising(ConfigurationError, reason="url", subject="nowhere"):
-        asking("nowhere", MemorySink())
+    for url in ("nowhere", "http:///y", "http://:80/y", "http://[::1/y", "http://host:99999/y"):
+        with raising(ConfigurationError, reason="url", subject=url):
+            asking(url, MemorySink())
 
     async def play() -> None:
         source = asking("http://127.0.0.1:1/", MemorySink()).source

@@ -61,7 +61,15 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         ({"branchlake/layout": "day"}, False, "layout", ["day"]),
         (table_metadata(layout=["bucket(0, k)"]), False, "layout_width", ["bucket(0, k)"]),
         (table_metadata(layout=["k", f"truncate({2**31}, k)"]), False, "layout_width", ["truncate"]),
+        (table_metadata(layout=["day(ts)", "day( ts )"]), False, "layout_twice", ["day(ts)"]),
+        (table_metadata(write_mode="upsert", keys=["k", "k"]), False, "keys_twice", ["'k'"]),
         ({"branchlake/properties": ["x"]}, False, "properties", ["x"]),
+        (
+            table_metadata(properties={"write.parquet.compression-codec": "zstandard"}),
+            False,
+            "codec",
+            ["zstandard", "zstd"],
+        ),
     ],
 )
 def test_contradictions_name_the_table(
@@ -87,12 +95,29 @@ def test_a_layout_is_columns_and_transforms() -> None:
     for wrong, reason, column in (
         (["day(k)"], "layout_type", "k"),
         (["nobody"], "column_missing", "nobody"),
+        (["nope(k)"], "column_missing", "nope(k)"),
     ):
         layout = spec(table_metadata(layout=wrong)).layout
         with raising(SchemaMismatch, table="t", reason=reason, subject=column):
             build_partition_spec(None, {}, SCHEMA, table_name="t", layout=layout)
 
 
+def test_a_layout_does_not_repeat_the_partitions_of_the_asset() -> None:
+    days = dg.DailyPartitionsDefinition(start_date="2026-08-08")
+    for wrong, columns in ((["day(ts)"], {"": "ts"}), (["k"], {"one": "k"})):
+        layout = spec(table_metadata(layout=wrong)).layout
+        definition = days if "" in columns else dg.MultiPartitionsDefinition({"one": PARTS, "two": days})
+        with raising(SchemaMismatch, table="t", reason="layout_twice"):
+            build_partition_spec(definition, columns, SCHEMA, table_name="t", layout=layout)
+
+
+def test_two_widths_of_one_column_have_names_of_their_own() -> None:
+    layout = spec(table_metadata(layout=["bucket(16, k)", "bucket(8, k)"])).layout
+    made = build_partition_spec(None, {}, SCHEMA, table_name="t", layout=layout)
+    assert [one.name for one in made.fields] == ["k_bucket", "k_bucket_"]
+
+
+PARTS = dg.StaticPartitionsDefinition(["a", "b"])
 SCHEMA = build_iceberg_schema(
     pa.schema([("ts", pa.timestamp("us", tz="UTC")), ("day", pa.date32()), ("k", pa.string())]),
     table_name="t",

@@ -149,7 +149,7 @@ class SubscriberStore:
             return None
         try:
             moment = datetime.fromisoformat(values.pop("acknowledged_at"))
-            return Acknowledgement(**values, acknowledged_at=moment)
+            return _require_types(Acknowledgement(**values, acknowledged_at=moment))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SubscriberDamaged(
                 f"The acknowledgements cannot be read: {self._acknowledgements}.",
@@ -173,6 +173,15 @@ class SubscriberStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _require_types(acknowledgement: Acknowledgement) -> Acknowledgement:
+    """Return the acknowledgement; raises TypeError if a field has another type, or the time has no zone."""
+    texts = [acknowledgement.alert_id, acknowledgement.subscriber, acknowledgement.note or ""]
+    has_types = type(acknowledgement.sequence) is int and all(isinstance(text, str) for text in texts)
+    if not has_types or acknowledgement.acknowledged_at.tzinfo is None:
+        raise TypeError(f"not an acknowledgement: {acknowledgement}")
+    return acknowledgement
 
 
 def latest_acknowledgements(

@@ -93,6 +93,8 @@ def alerts(
         raise click.UsageError("Give only one of --follow, --ack and --history.")
     if follow and listing_options:
         raise click.UsageError("--follow prints all new entries: give it no filter, --limit or --csv.")
+    if follow and since is not None and since > datetime.now(UTC):
+        raise click.BadParameter("With --follow, the time must not be in the future.", param_hint="--since")
     if not follow and (once or restart):
         raise click.UsageError("--once and --restart belong to --follow.")
     if acknowledged_id is not None and (listing_options or as_json or since):

@@ -202,6 +202,7 @@ def test_follow_prints_text_or_json_lines(log: AlertLog, run: Run) -> None:
         ("--follow", "--history", "x"),
         ("--follow", "--priority", "high"),
         ("--follow", "--limit", "0"),
+        ("--follow", "--since", "2262-01-01"),
         ("--once",),
         ("--restart",),
         ("--ack", "x", "--json"),

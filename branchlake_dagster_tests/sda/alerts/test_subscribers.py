@@ -382,6 +382,16 @@ def test_a_line_that_a_dying_process_left_is_no_acknowledgement(tmp_path: Path) 
     path.write_bytes(whole + b'{"alert_id": 1}\n')
     with raising(SubscriberDamaged):
         store.load_acknowledgements()
+    damages: list[tuple[str, Any]] = [
+        ("alert_id", ["a"]),
+        ("sequence", "1"),
+        ("subscriber", None),
+        ("note", 3),
+    ]
+    for name, value in (*damages, ("acknowledged_at", "2026-08-11T12:00:00")):
+        path.write_bytes(whole + json.dumps({**json.loads(whole), name: value}).encode())
+        with raising(SubscriberDamaged):
+            store.load_acknowledgements()
 
 
 def test_the_highest_version_that_a_subscriber_acknowledged_counts() -> None:
