@@ -74,12 +74,13 @@ def dagster_home(settings: Settings) -> Path:
 
 
 @contextmanager
-def open_instance(settings: Settings) -> Iterator[DagsterInstance]:
+def open_instance(settings: Settings, *, read_only: bool = False) -> Iterator[DagsterInstance]:
     """Open the Dagster instance with which a command works.
 
     The folder in `DAGSTER_HOME` is used as it is: only `dagster_home` configures it, for `branchlake up` and
-    the demo. The default home, `dagster` in the state folder, is created and configured if needed. Sets the
-    same variables as `dagster_home`.
+    the demo. The default home, `dagster` in the state folder, is created and configured if needed. With
+    `read_only` it is not: without a default home, the instance is an empty one in memory. Sets the same
+    variables as `dagster_home`.
 
     Raises ConfigurationError if the folder does not exist, or if Dagster cannot open its instance.
     """
@@ -87,7 +88,12 @@ def open_instance(settings: Settings) -> Iterator[DagsterInstance]:
 
     home = dagster_home_path(settings)
     if home.resolve() == (settings.state_dir / "dagster").resolve():
-        dagster_home(settings)
+        if not read_only:
+            dagster_home(settings)
+        elif not _is_used_home(home):
+            with DagsterInstance.ephemeral() as empty_instance:
+                yield empty_instance
+            return
     elif not home.is_dir():
         raise ConfigurationError(
             f"DAGSTER_HOME is {home}, which is not a folder.",
@@ -115,6 +121,11 @@ def open_instance(settings: Settings) -> Iterator[DagsterInstance]:
 def dagster_home_path(settings: Settings) -> Path:
     """Return the absolute path of Dagster's home. The folder need not exist, and is not created."""
     return Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
+
+
+def _is_used_home(home: Path) -> bool:
+    """Return whether a folder holds a Dagster instance, so that opening it creates nothing."""
+    return (home / "dagster.yaml").is_file() or (home / "history").is_dir()
 
 
 def prepare_home(home: Path) -> None:

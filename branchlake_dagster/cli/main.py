@@ -399,7 +399,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
     lake = Lakehouse(settings, say=print_progress, start=False)
     lake.endpoints(spark=False)
-    with open_instance(settings) as instance:
+    with open_instance(settings, read_only=dry_run) as instance:
         if names:
             reapings, sweepings = end_named_refs(lake, instance, names, dry_run=dry_run)
         else:

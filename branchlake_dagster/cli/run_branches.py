@@ -97,7 +97,7 @@ def _format_age(age: timedelta | None) -> str:
 
 def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
     """Return the parked runs as dicts with `run_id`, `branch`, `attempts` and `reason`. Starts nothing."""
-    with open_instance(settings) as instance:
+    with open_instance(settings, read_only=True) as instance:
         return [
             {
                 "run_id": run.run_id,
@@ -203,7 +203,7 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
     report["page"] = nessie_page_url(lake.endpoints(spark=False), settings)
     now = datetime.now(UTC)
     branches = []
-    with open_instance(settings) as instance:
+    with open_instance(settings, read_only=True) as instance:
         refs = list(lake.nessie.references(filter=RUN_BRANCH_FILTER, fetch_metadata=True))
         owner_records = load_branch_owners(instance, [writer_branch(ref.name) for ref in refs])
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import nullcontext
 
 import click
 
@@ -61,7 +60,7 @@ def undo(
     from rich.console import Console
     from rich.table import Table
 
-    from branchlake_dagster.cli.dagster_home import dagster_home_path, open_instance
+    from branchlake_dagster.cli.dagster_home import open_instance
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.undo.find_publication import find_publication
     from branchlake_dagster.undo.publication_undo import PublicationUndo
@@ -89,9 +88,7 @@ def undo(
     stale, backfills = StaleReaders(), dict[str, str]()
     if dry_run:
         result = undoer.plan(found, with_followers=with_followers, keep_positions=keep_positions)
-        # A missing Dagster home is not created, because a dry run changes nothing.
-        has_home = dagster_home_path(settings).is_dir()
-        with open_instance(settings) if has_home else nullcontext() as instance:
+        with open_instance(settings, read_only=True) as instance:
             if not result.dependencies:
                 stale = find_stale_readers(lake, result, repositories, instance)
     else:

@@ -137,6 +137,8 @@ def require_location(root: Path, *, tables_elsewhere: bool) -> None:
 
     With `tables_elsewhere` the tables are in a separate warehouse, and a moved lake is accepted. A copy is
     always refused, because its cleanup would delete the original's files.
+
+    Raises ConfigurationError if the record of the folder cannot be read: the folder may be a copy.
     """
     recorded_root = _load_location(root)
     if recorded_root is None or recorded_root == root or _is_same_folder(recorded_root, root):
@@ -165,15 +167,28 @@ def record_location(root: Path) -> None:
     """Record `root` as the location of the lake."""
     if _load_location(root) != root:
         scratch = make_state_folder(root) / f"{_LOCATION_FILE}.{os.getpid()}.tmp"
-        scratch.write_text(json.dumps({"state_dir": str(root)}))
+        with scratch.open("w") as file:
+            json.dump({"state_dir": str(root)}, file)
+            file.flush()
+            os.fsync(file.fileno())  # a power failure must not leave an empty file
         scratch.replace(root / _LOCATION_FILE)
 
 
 def _load_location(root: Path) -> Path | None:
+    """Return the folder in which the lake was created; None if no folder is recorded yet."""
+    path = root / _LOCATION_FILE
     try:
-        return Path(json.loads((root / _LOCATION_FILE).read_text())["state_dir"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads(path.read_text())["state_dir"])
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read, so nothing shows whether {root} is a copy of another lake.",
+            hint=f"If the lake was never copied or moved, remove the file: rm {quote(str(path))}. The next"
+            " `branchlake up` writes it.",
+            reason="location_unreadable",
+            subject=str(path),
+        ) from error
 
 
 def _is_same_folder(first: Path, second: Path) -> bool:

@@ -76,6 +76,20 @@ def test_a_folder_of_others_is_neither_created_nor_configured(
     assert (home / "dagster.yaml").read_text() == "telemetry: {enabled: false}\n"
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_command_that_changes_nothing_prepares_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
+) -> None:
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", "before")
+    state_dir = tmp_path / "state"
+    if has_folder:
+        (state_dir / "dagster").mkdir(parents=True)
+    with open_instance(Settings(state_dir=state_dir), read_only=True) as instance:
+        assert instance.get_runs_count() == 0
+    assert [*tmp_path.rglob("*")] == ([state_dir, state_dir / "dagster"] if has_folder else [])
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_the_home_in_the_state_folder_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_named: bool
