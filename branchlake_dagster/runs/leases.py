@@ -13,7 +13,7 @@ fencing token is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dagster import DagsterInstance
@@ -34,10 +34,12 @@ _ABSENCE_S = 5.0
 LEASE_NAMESPACE = "branchlake"
 """The namespace of the leases. Branchlake's first commit to an empty `main` creates it."""
 
+_LEASE_PREFIX = "lease-"
+
 
 def lease_key(name: str) -> ContentKey:
     """Return the content key under which lease `name` is stored on `main`: `branchlake.lease-{name}`."""
-    return ContentKey([LEASE_NAMESPACE, f"lease-{name}"])
+    return ContentKey([LEASE_NAMESPACE, f"{_LEASE_PREFIX}{name}"])
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class RunLeases:
         self._interval_s = interval_s
         self._wait_s = wait_s
         self._log_info = log_info
+        self._inherited_names: frozenset[str] | None = None
 
     def ensure_held(self, location: RunLocation | None) -> None:
         """Ensure that this run holds all leases that it needs.
@@ -208,10 +211,16 @@ class RunLeases:
         A lease that is free, or whose holder is gone, is granted to this run. `location` is the run's branch
         and base; None if it has no branch yet.
 
+        A retry also takes over the leases of the run that it continues, because that run may have written
+        exclusive assets that the retry does not select.
+
         Raises LeaseHeld if another holder stays active for longer than this run waits. Raises LeaseLost if
         another run has held the lease since the run's base, because the run may have read old data.
         """
-        names = sorted(self._exclusive_names())
+        if self._inherited_names is None and location is not None and location.continues is not None:
+            branches = {location.continues, run_branch_name(self._run_id)}  # another process may be faster
+            self._inherited_names = frozenset(self._iter_held(branches))
+        names = sorted({*self._exclusive_names(), *(self._inherited_names or ())})
         if not names:
             return
         own_branch = run_branch_name(self._run_id)
@@ -219,6 +228,20 @@ class RunLeases:
         for name in names:  # sorted, so that two runs cannot wait for each other
             if Lease.from_contents(name, contents).holder != own_branch:
                 self._acquire(name, own_branch, location)
+
+    def _iter_held(self, branches: Collection[str]) -> Iterator[str]:
+        """Iterate over the names of the leases that one of these run branches holds."""
+        namespaces = self._client().entries(
+            MAIN,
+            filter=f"entry.contentType == 'NAMESPACE' && entry.namespace == '{LEASE_NAMESPACE}'",
+            fetch_content=True,
+        )
+        for entry in namespaces:
+            is_lease = entry.key.parent == (LEASE_NAMESPACE,) and entry.key[-1].startswith(_LEASE_PREFIX)
+            if not is_lease or not isinstance(entry.content, Namespace):
+                continue
+            if entry.content.properties.get(LakeProperty.HOLDER) in branches:
+                yield entry.key[-1].removeprefix(_LEASE_PREFIX)
 
     def _acquire(self, name: str, own_branch: str, location: RunLocation | None) -> None:
         started_at = time.monotonic()

@@ -14,6 +14,7 @@ from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch, discarded_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
@@ -203,6 +204,28 @@ def test_a_retry_of_single_assets_that_failed_again_goes_on(namespace: str, p: P
     child = retry_failed_assets(p, again)
     assert tags(p, child)[RunTag.CONTINUES] == run_branch_name(again)
     assert p.rows(namespace, "second", ref=run_branch_name(child)) == [{"n": 1, "twice": 2}]
+
+
+def test_a_retry_of_single_assets_holds_the_leases_of_finished_ones(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    fails = [True]
+
+    @dg.asset(key=[namespace, "first"], metadata=FREE | table_metadata(exclusive=namespace))
+    def first() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=[namespace, "second"], deps=[first], metadata=FREE)
+    def second() -> pl.DataFrame:
+        if fails[0]:
+            raise RuntimeError("not yet")
+        return pl.DataFrame({"n": [2]})
+
+    with project(lakehouse, first, second) as p:
+        again = retry_failed_assets(p, p.run(ok=False), ok=False)
+        fails[0] = False
+        assert p.settle(retry_failed_assets(p, again)).state is RunState.PUBLISHED
+        assert p.rows(namespace, "first") == [{"n": 1}]
 
 
 def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, namespace: str) -> None:
