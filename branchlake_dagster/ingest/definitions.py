@@ -32,6 +32,7 @@ from branchlake_dagster.ingest.ingest_sensor import (
     landing_files_schedule,
     list_active_runs,
     observe_topics,
+    parse_times,
 )
 from branchlake_dagster.ingest.kafka_topics import Topics
 from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion, can_continue_after
@@ -112,7 +113,7 @@ def live_sensor(
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        now, last_observed = clock(), float(context.cursor or 0.0)
+        now, last_observed = clock(), parse_times(context.cursor).get("told", 0.0)
         last_observed, events = observe_topics(ingest, resource.lakehouse, last_observed, now)
         if live_runs := list_active_runs(context.instance, ingest):
             reason = f"Run {live_runs[0].run_id[:8]} is active."

@@ -10,6 +10,7 @@ The job removes landing files whose records are on `main`. It has a schedule.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -163,6 +164,23 @@ def observe_topics(
         return now, build_offline_observations(ingest, monitors)
 
 
+def parse_times(cursor: str | None) -> dict[str, float]:
+    """Parse the times that a sensor of an ingestion has stored, by name.
+
+    Without a cursor, or if somebody set it to something else, the result is empty: the sensor starts anew.
+    """
+    try:
+        stored = json.loads(cursor or "{}")
+    except ValueError:
+        return {}
+    values = stored if isinstance(stored, dict) else {"told": stored}  # a live sensor stores one time
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
 def build_batch_sensor(
     ingest: Ingest,
     job_name: str,
@@ -193,7 +211,7 @@ def build_batch_sensor(
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        stored_cursor = json.loads(context.cursor or "{}")
+        stored_cursor = parse_times(context.cursor)
         now = clock()
         last_observed, events = observe_topics(
             ingest, resource.lakehouse, stored_cursor.get("told", 0.0), now

@@ -15,6 +15,7 @@ No postponed annotations here: Dagster compares the annotation of `context` with
 """
 
 import json
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -157,6 +158,7 @@ def _load_partitions(instance: DagsterInstance, runs: Iterable[DagsterRun]) -> P
 
 # -- main's log ----------------------------------------------------------------------------------------
 
+_COMMIT_HASH = re.compile(r"[0-9a-f]{16,64}")
 COMMITS_PER_TICK = 100
 """The most commits of `main` that one tick reads; the next tick continues after them.
 
@@ -216,6 +218,9 @@ class MainLogReader:
             return NewPublications((), head.hash, note=note)
         if cursor == head.hash:
             return NewPublications((), cursor)
+        if not _COMMIT_HASH.fullmatch(cursor):
+            note = f"The stored cursor is not a commit. The sensor starts again at {head.hash[:12]}."
+            return NewPublications((), head.hash, note=note)
         try:
             # The log yields the newest commit first; only the oldest commits are kept.
             entries = deque(self.client.log(head.pinned_ref, since=cursor), maxlen=COMMITS_PER_TICK)

@@ -296,10 +296,13 @@ class _Cursor:
 
     @classmethod
     def parse(cls, value: str | None) -> "_Cursor | None":
-        if not value:
+        """Parse a stored cursor. None if there is none, or if somebody set it to something else."""
+        try:
+            values = json.loads(value or "{}")
+            cursor = cls(datetime.fromisoformat(values["start"]), datetime.fromisoformat(values["since"]))
+        except (ValueError, KeyError, TypeError):
             return None
-        values = json.loads(value)
-        return cls(datetime.fromisoformat(values["start"]), datetime.fromisoformat(values["since"]))
+        return cursor if cursor.start.tzinfo and cursor.since.tzinfo else None
 
     def format(self) -> str:
         return json.dumps({"start": self.start.isoformat(), "since": self.since.isoformat()})

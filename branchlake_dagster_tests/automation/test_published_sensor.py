@@ -196,6 +196,17 @@ def test_a_rewritten_history_starts_anew_and_says_so(shop: Shop) -> None:
     assert [request.run_key for request in shop.tick(sensor)[0]] == [publication_id("run-b")]
 
 
+@pytest.mark.parametrize("cursor", ["", "garbage", '{"x": 1}', "ab" * 40])
+def test_a_cursor_that_somebody_set_to_something_else_starts_anew(shop: Shop, cursor: str) -> None:
+    sensor, shop.cursor = follow(), cursor
+    head = shop.publish("a")
+    requests, why = shop.tick(sensor)
+    assert (requests, shop.cursor) == ([], head)
+    assert "is not a commit" in why
+    shop.publish("b")
+    assert [request.run_key for request in shop.tick(sensor)[0]] == [publication_id("run-b")]
+
+
 def test_a_selection_of_assets_and_a_key_without_prefix(shop: Shop) -> None:
     chosen = follow(assets=dg.AssetSelection.groups("default"))
     report = follow(assets=["report"])

@@ -90,6 +90,19 @@ def test_each_run_is_alerted_once(watch: Watch) -> None:
     assert watch.alerted() == []
 
 
+@pytest.mark.parametrize(
+    "cursor", ["", "garbage", "[]", "{}", '{"start": 1, "since": 2}', '{"start": "2026-01-01", "since": "x"}']
+)
+def test_a_cursor_that_somebody_set_to_something_else_starts_anew(watch: Watch, cursor: str) -> None:
+    watch.cursor = cursor
+    watch.blocked()
+    watch.tick()
+    assert watch.alerted() == []
+    run_id = watch.blocked()
+    watch.tick()
+    assert watch.alerted() == [run_id]
+
+
 def test_a_run_that_is_parked_is_alerted_with_its_command(watch: Watch) -> None:
     watch.tick()
     run_id = watch.ended(**{RunTag.STATUS: "pending", RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})

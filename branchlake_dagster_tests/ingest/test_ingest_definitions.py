@@ -12,6 +12,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
+from branchlake_dagster.ingest.ingest_sensor import parse_times
 from branchlake_dagster.lake_definitions import branchlake_definitions
 
 ORDERS = Ingest(
@@ -74,3 +75,21 @@ def test_a_misspelled_option_is_refused(options: dict[str, Any]) -> None:
 
 def test_a_start_without_a_zone_is_in_utc() -> None:
     assert replace(ORDERS, start=datetime(2026, 11, 1)).start == datetime(2026, 11, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "times"),
+    [
+        (None, {}),
+        ("", {}),
+        ("garbage", {}),
+        ("[1]", {}),
+        ('{"told": "x", "since": 2.5}', {"since": 2.5}),
+        ('{"told": NaN}', {}),
+        ("17.5", {"told": 17.5}),
+    ],
+)
+def test_a_cursor_that_somebody_set_to_something_else_starts_anew(
+    cursor: str | None, times: dict[str, float]
+) -> None:
+    assert parse_times(cursor) == times
