@@ -207,6 +207,9 @@ def collect_evidence(
         recorded_heads=tuple(heads),
         step_ends=step_ends,
         run_ids=tuple(run.run_id for run in runs),
+        repeated_steps={
+            StepOfRun(run_id, step_key): count for (run_id, step_key), count in attempts.items() if step_key
+        },
     )
 
 

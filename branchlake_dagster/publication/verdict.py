@@ -172,6 +172,8 @@ class RunEvidence:
     """The steps whose code changed a checked table by SQL or the catalog, by the table's dotted name."""
     later_changes: Mapping[CheckedRows, str] = field(default_factory=dict)
     """The message of a commit that changed a check's table after the check had started, by check."""
+    repeated_steps: Mapping[StepOfRun, int] = field(default_factory=dict)
+    """How often each repeated step was repeated in its run."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns that differ between base and branch, by frozen table; without unchanged tables."""
 
@@ -321,6 +323,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     - A check of severity ERROR failed.
     - A check ran before the data that it checks was written, or while the code of another step could still
       change its table, or its table changed on the branch after it.
+    - A step was repeated in its run, and its last attempt did not materialize again what an earlier one had.
     - A check of a written asset was left out, completely or for a written partition.
     - A written asset requires checks and has none.
     - With `strict_tables`: a changed table, view or function belongs to no materialized asset, so no check
@@ -335,6 +338,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
         *_iter_missing(evidence),
         *_iter_failed(evidence),
         *_iter_stale(evidence),
+        *_iter_abandoned(evidence),
         *_iter_omitted(evidence),
     ]
     reasons += _iter_unknown_reads(evidence)
@@ -429,6 +433,24 @@ def _iter_later_changes(evidence: RunEvidence, rows: CheckedRows, result: CheckE
     if rows in evidence.later_changes:
         message = evidence.later_changes[rows]
         yield f"{result.table} was changed after check {_format_check(*rows)} had started ({message})"
+
+
+def _iter_abandoned(evidence: RunEvidence) -> Iterator[CodedReason]:
+    """Iterate over the materializations by attempts of steps that were repeated without them.
+
+    The rows that the step's code wrote are removed when a step is repeated, those of the IO manager are not.
+    """
+    for (asset, partition), written in sorted(evidence.written_partitions.items(), key=repr):
+        if written.step_key is None:
+            continue
+        repetitions = evidence.repeated_steps.get(StepOfRun(written.run_id, written.step_key), 0)
+        if written.attempt < repetitions:
+            name = asset + (f" [{partition}]" if partition else "")
+            yield CodedReason(
+                f"asset {name} was materialized by an attempt of step {written.step_key} that failed, and not"
+                " again by its last attempt",
+                "attempt_abandoned",
+            )
 
 
 def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:

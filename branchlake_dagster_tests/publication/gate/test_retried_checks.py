@@ -11,9 +11,11 @@ import pytest
 from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG, NO_COMPUTE_LOGS
-from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
 from branchlake_dagster_tests.suite import memory
 
@@ -110,3 +112,58 @@ def test_a_check_of_an_earlier_attempt_of_a_step_does_not_count_for_the_rows_of_
             assert p.rows(*key.path) == [{"n": 2}]
         else:
             assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
+
+
+def test_an_asset_that_only_a_failed_attempt_materialized_is_not_published(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    attempts: list[int] = []
+    free = table_metadata(require_checks=False)
+    outs = {
+        name: dg.AssetOut(key=[namespace, name], metadata=free, is_required=False) for name in ("one", "two")
+    }
+
+    @dg.multi_asset(outs=outs, retry_policy=dg.RetryPolicy(max_retries=1))
+    def both() -> Iterator[dg.Output[pl.DataFrame]]:
+        attempts.append(1)
+        if len(attempts) != 2:
+            yield dg.Output(pl.DataFrame({"n": [len(attempts)]}), "one")
+        if len(attempts) in (1, 3):
+            raise RuntimeError("after the write")
+        yield dg.Output(pl.DataFrame({"n": [len(attempts)]}), "two")
+
+    with project(lakehouse, both) as p:
+        outcome = p.settle(p.run())
+        assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("attempt_abandoned",))
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+
+
+def test_rows_that_a_failed_repetition_removed_are_not_taken_for_published(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    attempts: list[int] = []
+    names = ("one", "two")
+    free = table_metadata(require_checks=False)
+
+    @dg.multi_asset(
+        specs=[dg.AssetSpec([namespace, name], metadata=free) for name in names],
+        can_subset=True,
+        retry_policy=dg.RetryPolicy(max_retries=1),
+    )
+    def both(context, lakehouse: LakehouseResource):  # type: ignore[no-untyped-def]
+        attempts.append(1)
+        catalog = lakehouse.catalog()
+        catalog.create_namespace_if_not_exists((namespace,))
+        for name in names:
+            key = dg.AssetKey([namespace, name])
+            if key not in context.selected_asset_keys:
+                continue
+            if len(attempts) == 2 or (len(attempts) == 1 and name == "two"):
+                raise RuntimeError("not yet")
+            frame = pl.DataFrame({"n": [1]}).to_arrow()
+            catalog.create_table((namespace, name), frame.schema).append(frame)
+            yield dg.MaterializeResult(asset_key=key)
+
+    with project(lakehouse, both) as p:
+        outcome = p.settle(retry_failed_assets(p, p.run(ok=False)))
+        assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("attempt_abandoned",))
