@@ -13,7 +13,7 @@ import pytest
 
 from branchlake_dagster.catalog.stored_files import load_prefixes
 from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
-from branchlake_dagster.ingest import ingest_batch as batches
+from branchlake_dagster.ingest import batch_passes
 from branchlake_dagster.ingest.batch_assets import undo_earlier_attempt
 from branchlake_dagster.ingest.batch_commit import (
     create_staging_table,
@@ -292,7 +292,7 @@ def test_a_batch_that_failed_leaves_data_files_only_where_its_commit_may_have_ha
     def commit(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(batches, "commit_tables", commit)
+    monkeypatch.setattr("branchlake_dagster.ingest.ingest_batch.commit_tables", commit)
     with pytest.raises(type(error)):
         drive.batch()
     assert bool(parquet_files(drive, namespace)) is not certain
@@ -312,13 +312,13 @@ def test_a_scan_that_failed_leaves_no_file_in_any_table(
     drive = driving(Ingest(name=namespace, topics=[topic], tables=tables))
     kafka.send(topic, [_json({"id": 1, "region": "a", "v": "x"}), b"no JSON"])
     drive.batch()
-    real, failed_scans = batches.scan_records, []
+    real, failed_scans = batch_passes.scan_records, []
 
     def scan_without_report(*given: Any) -> ScanResult:
         failed_scans.append(real(*given))
         raise NessieUnavailable("gone")
 
-    monkeypatch.setattr(batches, "scan_records", scan_without_report)
+    monkeypatch.setattr(batch_passes, "scan_records", scan_without_report)
     kafka.send(topic, [_json({"id": 2, "region": "b", "v": "x"}), b"no JSON"])
     with pytest.raises(NessieUnavailable):
         drive.batch()

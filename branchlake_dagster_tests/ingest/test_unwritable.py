@@ -13,7 +13,7 @@ import pytest
 from pyspark.errors import PySparkException
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest import ingest_batch as module
+from branchlake_dagster.ingest import batch_passes
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
@@ -104,7 +104,9 @@ def test_a_batch_of_nothing_else_is_dead_letters_alone(
 def test_what_a_search_does_not_reach_waits_for_the_next_batch(
     driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "find_unwritable_records", partial(find_unwritable_records, max_passes=5))
+    monkeypatch.setattr(
+        batch_passes, "find_unwritable_records", partial(find_unwritable_records, max_passes=5)
+    )
     topic = kafka.topic(partitions=2, **ANY_TIME)
     table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], start="earliest"))
@@ -136,7 +138,7 @@ def test_nothing_is_divided_where_a_harmless_record_fails_too(
         calls.append(1)
         raise PySparkException("broken")
 
-    monkeypatch.setattr(module, "scan_records", failing)
+    monkeypatch.setattr(batch_passes, "scan_records", failing)
     place = drive.place()
     head = drive.lake.nessie.reference(place.branch).hash
     with pytest.raises(PySparkException):

@@ -21,7 +21,7 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.incremental import outputs
-from branchlake_dagster.ingest import ingest_batch
+from branchlake_dagster.ingest import batch_passes, ingest_batch
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.reconciler import Reconciler
@@ -52,7 +52,7 @@ _WRITE = {
 }
 STAGES: dict[str, dict[str, tuple[Any, str, bool]]] = {
     "ingest": {
-        "compute": (ingest_batch, "scan_records", False),
+        "compute": (batch_passes, "scan_records", False),
         "before the branch write": (ingest_batch, "commit_tables", True),
         "after the branch write": (ingest_batch, "commit_tables", False),
     },
