@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from pyspark.sql import SparkSession
@@ -16,6 +16,14 @@ Driving = Callable[[Ingest], Driver]
 
 
 @pytest.fixture
-def driving(lakehouse: Lakehouse, kafka: Broker, spark_session: SparkSession) -> Driving:
-    """Drives an ingestion batch by batch."""
-    return lambda ingest: Driver(lakehouse, kafka, spark_session, ingest)
+def driving(lakehouse: Lakehouse, kafka: Broker, spark_session: SparkSession) -> Iterator[Driving]:
+    """Drives an ingestion batch by batch. Sessions that a failed batch left open are stopped after the test."""
+    drivers: list[Driver] = []
+
+    def make(ingest: Ingest) -> Driver:
+        drivers.append(Driver(lakehouse, kafka, spark_session, ingest))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.stop_sessions()

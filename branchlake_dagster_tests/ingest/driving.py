@@ -72,6 +72,11 @@ class Driver:
             self._own.append(self.lake.spark_session(branch))
         return self._own[0]
 
+    def stop_sessions(self) -> None:
+        """Stop the sessions at the branches of batches."""
+        while self._own:
+            self._own.pop().stop()
+
     def batch(self, *, tasks: int = 2, publish: bool = True) -> BatchResult:
         """The next batch, published."""
         place = self.place()
@@ -94,8 +99,7 @@ class Driver:
         return merged.applied
 
     def publish(self, place: BatchContext, result: BatchResult) -> None:
-        while self._own:
-            self._own.pop().stop()
+        self.stop_sessions()
         assert self.merge(place)
         self.lake.nessie.delete_branch(place.branch, expected_hash=result.head.hash)
 
