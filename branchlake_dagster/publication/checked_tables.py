@@ -8,15 +8,25 @@ recorded before its step started.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.nessie.model import Content, ContentKey, Delete, IcebergTable, LogEntry, Put
-from branchlake_dagster.publication.verdict import CheckedRows, CheckEvaluation, RunEvidence, StepOfRun
+from branchlake_dagster.publication.verdict import (
+    CheckedRows,
+    CheckEvaluation,
+    EventPosition,
+    RecordedHead,
+    RunEvidence,
+    StepOfRun,
+)
 from branchlake_dagster.runs.branch_commits import BranchCommits, ReadMetadata, find_added_snapshots
 from branchlake_dagster.stored_names import LakeProperty
 
@@ -38,6 +48,28 @@ class TableCommit:
     entry: LogEntry
     before: Content | None
     after: Content | None
+
+
+@dataclass(frozen=True)
+class _RecordedCommits:
+    """The commits that were recorded as heads. `newest` has the newest one up to each position, ascending."""
+
+    positions: Sequence[EventPosition]
+    newest: Sequence[int]
+
+    @classmethod
+    def from_heads(
+        cls, heads: Iterable[RecordedHead], numbers_by_hash: Mapping[str, int]
+    ) -> _RecordedCommits:
+        """Return the commits of `heads`. A hash that the branch does not contain counts as the base."""
+        ordered = sorted(heads, key=lambda head: head.position)
+        numbers = (numbers_by_hash.get(head.hash, 0) for head in ordered)
+        return cls([head.position for head in ordered], list(accumulate(numbers, max)))
+
+    def find_newest(self, time: EventPosition) -> int | None:
+        """Return the newest commit that was recorded up to a position; None if none was."""
+        count = bisect_right(self.positions, time)
+        return self.newest[count - 1] if count else None
 
 
 def _summary_entries(snapshot: Snapshot) -> Mapping[str, str]:
@@ -64,12 +96,11 @@ class CheckedTables:
 
     def find_code_writers(self) -> dict[str, frozenset[StepOfRun]]:
         """Return the steps whose own code changed a checked table, by the table's dotted name."""
-        tables = {result.table for result in self.evidence.evaluations.values()}
         writers: dict[str, set[StepOfRun]] = {}
-        for key in self.base_contents:
-            for commit in self._iter_commits(key) if key.name in tables else ():
+        for table, commits in self._commits_by_table.items():
+            for commit in commits:
                 if (steps := self._find_code_steps(commit)) and self._changes_table(commit):
-                    writers.setdefault(key.name, set()).update(steps)
+                    writers.setdefault(table, set()).update(steps)
         return {table: frozenset(steps) for table, steps in writers.items()}
 
     def find_later_changes(self) -> dict[CheckedRows, str]:
@@ -77,43 +108,76 @@ class CheckedTables:
 
         Checks without such a commit are left out. Writes of the IO manager do not count: they are compared
         with checks by their materializations, which name the partitions.
+
+        Cost: grows with commits plus checks. Reads the metadata of a table only for commits that one of its
+        checks could not read.
         """
-        keys = {key.name: key for key in self.base_contents}
-        numbers = {self.commits.base_hash: 0} | {
-            entry.commit.hash: number for number, entry in enumerate(reversed(self.commits.entries), 1)
-        }
-        messages: dict[CheckedRows, str] = {}
+        readable: dict[str, dict[CheckedRows, int]] = {}
         for rows, result in self.evidence.evaluations.items():
-            if result.table not in keys:
-                continue
-            last_readable = self._find_last_readable(rows, result, numbers)
-            for commit in self._iter_commits(keys[result.table], after=last_readable):
-                if not self._is_by_io_manager(commit) and self._changes_table(commit):
-                    messages.setdefault(rows, commit.entry.commit.message)
+            if result.table is not None and result.table in self._commits_by_table:
+                readable.setdefault(result.table, {})[rows] = self._find_last_readable(rows, result)
+        messages: dict[CheckedRows, str] = {}
+        for table, last_readable in readable.items():
+            oldest = min(last_readable.values())
+            changes = [
+                commit
+                for commit in self._commits_by_table[table]
+                if commit.number > oldest
+                and not self._is_by_io_manager(commit)
+                and self._changes_table(commit)
+            ]
+            numbers = [commit.number for commit in changes]
+            for rows, number in last_readable.items():
+                if (index := bisect_right(numbers, number)) < len(changes):
+                    messages[rows] = changes[index].entry.commit.message
         return messages
 
-    def _find_last_readable(
-        self, rows: CheckedRows, result: CheckEvaluation, numbers: Mapping[str, int]
-    ) -> int:
+    def _find_last_readable(self, rows: CheckedRows, result: CheckEvaluation) -> int:
         """Return the number of the newest commit that a check could read; 0 is the base.
 
         A check in the step of its own asset covers what this step writes until its end.
         """
         time = self.evidence.find_check_time(rows, result)
-        heads = [head for head in self.evidence.recorded_heads if head.position <= time]
-        if self.evidence.is_own_step(rows, result):
-            heads = [head for head in heads if head.step == result.step] or heads
-        return max((numbers.get(head.hash, 0) for head in heads), default=0)
+        own_commits = self._recorded_by_step.get(result.step)
+        newest = None
+        if own_commits is not None and self.evidence.is_own_step(rows, result):
+            newest = own_commits.find_newest(time)
+        return newest if newest is not None else self._recorded_commits.find_newest(time) or 0
 
-    def _iter_commits(self, key: ContentKey, *, after: int = 0) -> Iterator[TableCommit]:
-        """Iterate over the commits of a key, oldest first, from the commit with the number `after` + 1."""
-        content = self.base_contents[key]
+    @cached_property
+    def _recorded_commits(self) -> _RecordedCommits:
+        return _RecordedCommits.from_heads(self.evidence.recorded_heads, self._numbers_by_hash)
+
+    @cached_property
+    def _recorded_by_step(self) -> Mapping[StepOfRun, _RecordedCommits]:
+        heads: dict[StepOfRun, list[RecordedHead]] = {}
+        for head in self.evidence.recorded_heads:
+            if head.step is not None:
+                heads.setdefault(head.step, []).append(head)
+        return {
+            step: _RecordedCommits.from_heads(of_step, self._numbers_by_hash)
+            for step, of_step in heads.items()
+        }
+
+    @cached_property
+    def _numbers_by_hash(self) -> Mapping[str, int]:
+        oldest_first = reversed(self.commits.entries)
+        return {entry.commit.hash: number for number, entry in enumerate(oldest_first, 1)}
+
+    @cached_property
+    def _commits_by_table(self) -> Mapping[str, Sequence[TableCommit]]:
+        """The commits of each checked table that differs on the branch, oldest first, by its dotted name."""
+        checked = {result.table for result in self.evidence.evaluations.values()}
+        contents = {key: content for key, content in self.base_contents.items() if key.name in checked}
+        commits: dict[str, list[TableCommit]] = {key.name: [] for key in contents}
         for number, entry in enumerate(reversed(self.commits.entries), 1):
             for operation in entry.operations:
-                if isinstance(operation, Put | Delete) and operation.key == key:
-                    before, content = content, operation.content if isinstance(operation, Put) else None
-                    if number > after:
-                        yield TableCommit(number, entry, before, content)
+                if isinstance(operation, Put | Delete) and operation.key in contents:
+                    before = contents[operation.key]
+                    after = operation.content if isinstance(operation, Put) else None
+                    commits[operation.key.name].append(TableCommit(number, entry, before, after))
+                    contents[operation.key] = after
+        return commits
 
     def _find_code_steps(self, commit: TableCommit) -> set[StepOfRun]:
         """Return the steps whose own code made a commit, as far as it or its snapshots name them.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.nessie.model import ContentKey
@@ -204,13 +205,30 @@ class RunEvidence:
         """The branch hashes that the runs recorded."""
         return frozenset(head.hash for head in self.recorded_heads)
 
+    @cached_property
+    def partitions_by_asset(self) -> Mapping[str, frozenset[str | None]]:
+        """The materialized partitions of each written asset. None stands for an event without a partition."""
+        partitions: dict[str, set[str | None]] = {}
+        for asset, partition in self.written_partitions:
+            partitions.setdefault(asset, set()).add(partition)
+        return {asset: frozenset(keys) for asset, keys in partitions.items()}
+
+    @cached_property
+    def _materializing_steps(self) -> frozenset[tuple[str, StepOfRun]]:
+        return frozenset(
+            (asset, StepOfRun(written.run_id, written.step_key))
+            for (asset, _), written in self.written_partitions.items()
+            if written.step_key is not None
+        )
+
+    @cached_property
+    def _run_indexes(self) -> Mapping[str, int]:
+        return {run_id: index for index, run_id in enumerate(self.run_ids)}
+
     def is_own_step(self, rows: CheckedRows, result: CheckEvaluation) -> bool:
         """Return whether the step that evaluated a check also materialized the checked asset."""
         (asset, _), _ = rows
-        return result.step_key is not None and any(
-            written_asset == asset and StepOfRun(written.run_id, written.step_key or "") == result.step
-            for (written_asset, _), written in self.written_partitions.items()
-        )
+        return result.step_key is not None and (asset, result.step) in self._materializing_steps
 
     def find_check_time(self, rows: CheckedRows, result: CheckEvaluation) -> EventPosition:
         """Return the position of the event after which a table must not change any more.
@@ -224,8 +242,8 @@ class RunEvidence:
 
     def find_step_end(self, step: StepOfRun) -> EventPosition:
         """Return the position of a step's last end. A step that was killed ended with its run."""
-        indexes = {run_id: index for index, run_id in enumerate(self.run_ids)}
-        return self.step_ends.get(step) or EventPosition.end_of_run(indexes.get(step.run_id, len(indexes)))
+        run_index = self._run_indexes.get(step.run_id, len(self.run_ids))
+        return self.step_ends.get(step) or EventPosition.end_of_run(run_index)
 
     @property
     def serializable_assets(self) -> frozenset[str]:
@@ -361,11 +379,12 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
 
 
 def _iter_missing(evidence: RunEvidence) -> Iterator[CodedReason]:
-    written_assets = {asset for asset, _ in evidence.written_partitions}
     for name, partition in sorted(evidence.planned_checks, key=repr):
         # A check over all partitions of a run reports once, without a partition.
         is_evaluated = (name, partition) in evidence.evaluations or (name, None) in evidence.evaluations
-        is_needed = (name, partition) not in evidence.skipped_checks or name[0] in written_assets
+        is_needed = (name, partition) not in evidence.skipped_checks or name[
+            0
+        ] in evidence.partitions_by_asset
         if is_needed and not is_evaluated:
             yield CodedReason(
                 f"check {_format_check(name, partition)} was planned but never evaluated",
@@ -401,18 +420,20 @@ def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
 
 def _iter_later_writes(evidence: RunEvidence, rows: CheckedRows, result: CheckEvaluation) -> Iterator[str]:
     (asset, _), partition = rows
-    for (written_asset, written_partition), written in evidence.written_partitions.items():
-        is_same_data = asset == written_asset and (
-            partition is None or written_partition in (None, partition)
-        )
+    # A check without a partition reads all partitions. A materialization without one may change all.
+    all_partitions = evidence.partitions_by_asset.get(asset, frozenset())
+    partitions = all_partitions if partition is None else {None, partition}
+    for written_partition in partitions:
+        written = evidence.written_partitions.get((asset, written_partition))
         # Dagster chooses the order of events within a step. A step that was repeated, in its run or by a
         # retry, counts as two steps.
         is_same_step = (
-            written.step_key == result.step_key
+            written is not None
+            and written.step_key == result.step_key
             and written.attempt == result.attempt
             and written.position.is_same_run(result.position)
         )
-        if is_same_data and not is_same_step and written.position > result.position:
+        if written is not None and not is_same_step and written.position > result.position:
             yield f"check {_format_check(*rows)} ran before the last write of {asset}"
 
 
@@ -457,14 +478,7 @@ def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:
     reported_checks = evidence.planned_checks | evidence.evaluations.keys()
     names = {name for name, _ in reported_checks}
     for asset, rules in sorted(evidence.rules.items()):
-        partitions = sorted(
-            {
-                partition_key
-                for written_asset, partition_key in evidence.written_partitions
-                if written_asset == asset
-            },
-            key=repr,
-        )
+        partitions = sorted(evidence.partitions_by_asset.get(asset, ()), key=repr)
         for check in sorted(rules.checks):
             name = (asset, check)
             if name not in names:
@@ -538,9 +552,9 @@ def _format_scope(evidence: RunEvidence, name: CheckName) -> str:
     The failing rows of such a check may be older than the run.
     """
     asset, check = name
-    partitioned = any(written == asset and part is not None for written, part in evidence.written_partitions)
+    is_partitioned = bool(evidence.partitions_by_asset.get(asset, frozenset()) - {None})
     if (
-        not partitioned
+        not is_partitioned
         or asset not in evidence.rules
         or check not in evidence.rules[asset].whole_table_checks
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -95,7 +96,7 @@ class BranchCommits:
     recorded_heads: Collection[str]
     run_ids: Collection[str]
 
-    @property
+    @cached_property
     def newest_locations(self) -> dict[str, str]:
         """The newest metadata location of each table that the commits put, by content id."""
         return newest_metadata_locations(self.entries)
