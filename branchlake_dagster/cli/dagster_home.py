@@ -79,8 +79,8 @@ def open_instance(settings: Settings, *, read_only: bool = False) -> Iterator[Da
 
     The folder in `DAGSTER_HOME` is used as it is: only `dagster_home` configures it, for `branchlake up` and
     the demo. The default home, `dagster` in the state folder, is created and configured if needed. With
-    `read_only` it is not: without a default home, the instance is an empty one in memory. Sets the same
-    variables as `dagster_home`.
+    `read_only` it is not: without a default home, the instance is an empty one in memory, and no variable is
+    set. Otherwise sets the same variables as `dagster_home`.
 
     Raises ConfigurationError if the folder does not exist, or if Dagster cannot open its instance.
     """

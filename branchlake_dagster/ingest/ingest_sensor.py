@@ -177,7 +177,7 @@ def parse_times(cursor: str | None) -> dict[str, float]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
 
 

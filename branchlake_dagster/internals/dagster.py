@@ -370,7 +370,7 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
         try:
             try:
                 yield context
-            except Exception:
+            except Exception:  # not BaseException: an interrupted step makes no call
                 _call_end_actions(step_context.run_id)
                 raise
             _call_end_actions(step_context.run_id)

@@ -41,7 +41,7 @@ _LONGEST_NUMBER = 40
 _URL_SCHEMES = ("http://", "https://")
 
 
-def _has_host(url: str) -> bool:
+def _is_http_url(url: str) -> bool:
     """Return whether the text is an HTTP URL with a host and a valid port."""
     try:
         parts = urlsplit(url)
@@ -125,7 +125,7 @@ class HttpSource:
         rng: random.Random | None = None,
     ) -> None:
         require_modules("receive", "aiohttp", needed_by="A receiver over HTTP")
-        if not _has_host(config.url):
+        if not _is_http_url(config.url):
             raise ConfigurationError(
                 f"{without_credentials(config.url)!r} is not an HTTP URL.",
                 hint="Use a URL that begins with http:// or https:// and a host, and has a port below 65536.",

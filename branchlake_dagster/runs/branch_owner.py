@@ -115,8 +115,8 @@ def is_retry(instance: DagsterInstance, run: DagsterRun) -> bool:
     """Return whether the run repeats a part of its parent's work and needs the parent's outputs for the rest.
 
     This is true for a retry from failure, from failed assets, or of selected steps. A full re-execution also
-    has a parent, but is not a retry. Cost: no query, except for a run whose parent was a retry of single
-    assets.
+    has a parent, but is not a retry. Cost: no query. For a run that Dagster marked as a retry of
+    single assets one query, and a few more if its parent has this mark too.
     """
     if run.parent_run_id is None:
         return False

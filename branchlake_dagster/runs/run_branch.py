@@ -166,7 +166,7 @@ class RunBranch:
     def record_head(self) -> None:
         """Record the branch's hash as one that this run wrote, unless it is recorded already.
 
-        Called when a step has succeeded and when the process releases its resources. The publisher refuses a
+        Called when a step ends and when the process releases its resources. The publisher refuses a
         branch whose head no run recorded.
 
         Cost: one request to Nessie, or none if the branch was not used since its head was recorded. Nessie's

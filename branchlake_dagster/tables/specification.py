@@ -27,7 +27,9 @@ _INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 _TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 _MAX_WIDTH = 2**31 - 1
-_CODECS = ("zstd", "gzip", "snappy", "lz4", "brotli", "uncompressed", "none")
+_CODECS = ("zstd", "gzip", "snappy", "lz4", "brotli")
+_NO_CODEC = ("uncompressed", "none")
+"""The values for files without compression. PyIceberg accepts them only in lower case."""
 PARTITION_EXPR = "partition_expr"
 """The metadata key that Dagster's own database IO managers use for the partition column."""
 
@@ -430,12 +432,11 @@ def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
         )
     name = TableProperties.PARQUET_COMPRESSION
     codec = properties.get(name, TableProperties.PARQUET_COMPRESSION_DEFAULT)
-    # PyIceberg compares `uncompressed` as it is written, and the names of codecs without regard to case.
-    if codec not in _CODECS and codec.lower() not in _CODECS[:-2]:
+    if codec.lower() not in _CODECS and codec not in _NO_CODEC:
         raise ConfigurationError(
             f"The table's property {name} is {codec!r}, which is not a codec of Parquet files.",
             table=table_name,
-            hint=f"Set {name} to one of {', '.join(_CODECS)}.",
+            hint=f"Set {name} to one of {', '.join(_CODECS + _NO_CODEC)}.",
             reason="codec",
             subject=codec,
         )
