@@ -128,7 +128,12 @@ def retry(
         root_run_id=root,
         tags={**parent.tags, PARENT_RUN_ID_TAG: parent_id, ROOT_RUN_ID_TAG: root},
     )
-    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
+    return _execute(p, job, run, ok=ok)
+
+
+def _execute(p: Project, job: dg.JobDefinition, run: dg.DagsterRun, *, ok: bool) -> str:
+    """Execute a run that exists, in this process; the run id."""
+    p.last = execute_run(InMemoryJob(job), run, p.instance)
     assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
     return run.run_id
 
@@ -178,9 +183,7 @@ def _re_execute(p: Project, job: dg.JobDefinition, parent: dg.DagsterRun, *, ok:
         job_code_origin=None,
         asset_graph=job.asset_layer.asset_graph,
     )
-    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
-    assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
-    return run.run_id
+    return _execute(p, job, run, ok=ok)
 
 
 def assign_main(lake: Lakehouse, to: str) -> None:

@@ -153,7 +153,7 @@ def test_the_daemon_requests_the_downstream_of_what_it_published(
     wait_for(lambda: lakehouse.catalog().table_exists((namespace, "report")))
     rows = lakehouse.catalog().load_table((namespace, "report")).scan().to_arrow().to_pylist()
     assert rows == [{"n": 3}]
-    wait_for(lambda: instance.get_run_by_id(blocked).tags.get(RunTag.VERDICT) == "blocked")  # type: ignore[union-attr]
+    wait_for(lambda: instance.get_run_by_id(blocked).tags.get(RunTag.VERDICT) == "blocked")
     (run,) = runs_of("report")
     assert run.tags["dagster/sensor_name"] == AUTOMATION_SENSOR
     before = ticks()
@@ -270,7 +270,7 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
         stop_sensor(instance, live)
         processes.append(worker_of(instance, third.run_id))
         assert terminated(url, third)
-        wait_for(lambda: instance.get_run_by_id(third.run_id).is_finished)  # type: ignore[union-attr]
+        wait_for(lambda: instance.get_run_by_id(third.run_id).is_finished)
     wait_for(lambda: not any(one.is_running() for one in processes))
     # What was killed may have been in the middle of a batch; that one is the reaper's.
     assert [begun_by(lakehouse, run) for run in runs_after_kill] == [[] for _ in runs_after_kill]

@@ -50,7 +50,7 @@ def test_versions_are_those_of_the_package() -> None:
     declared.read(ROOT / "setup.cfg")
     options = declared["options"]
     requirements = dict(
-        re.fullmatch(r"([\w-]+)(?:\[.+\])?(.+)", line.strip()).groups()  # type: ignore[union-attr]
+        re.fullmatch(r"([\w-]+)(?:\[.+\])?(.+)", line.strip()).groups()
         for line in options["install_requires"].splitlines()
         if line.strip() and not line.strip().startswith("#")
     )

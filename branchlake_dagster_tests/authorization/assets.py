@@ -56,7 +56,7 @@ def serializable(namespace: str, upstream: dg.AssetsDefinition) -> dg.AssetsDefi
 class Rows(DataFrameModel):
     """The contract of the Spark table."""
 
-    n: LongType() = pa.Field(ge=0)  # type: ignore[valid-type]
+    n: LongType() = pa.Field(ge=0)
 
 
 def sparked(

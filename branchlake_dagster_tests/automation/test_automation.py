@@ -555,7 +555,7 @@ def test_each_publication_is_passed_on_once_however_late_its_event_is_committed(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "iter_publication_reports", visible)
         while now <= at + 2 * REREAD_EVENT_IDS:
-            reader = ReportReader(None, UP, start_id=0, last_id=now)  # type: ignore[arg-type]
+            reader = ReportReader(None, UP, start_id=0, last_id=now)
             new = reader.read_since(position)
             position = new.cursor
             passed_on += [published.branch for published in new.publications]

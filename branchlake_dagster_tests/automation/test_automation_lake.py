@@ -40,7 +40,7 @@ def graph(
     metadata = table_metadata(partition_by="day" if daily else None)
 
     @dg.asset(key=[namespace, "up"], metadata=metadata, **options)
-    def up(context) -> pl.DataFrame:  # type: ignore[no-untyped-def]
+    def up(context) -> pl.DataFrame:
         return frame(context).with_columns(pl.col("day").str.to_date(strict=False))
 
     @dg.asset(
@@ -50,7 +50,7 @@ def graph(
         automation_condition=on_publication(),
         **options,
     )
-    def down(context) -> pl.DataFrame:  # type: ignore[no-untyped-def]
+    def down(context) -> pl.DataFrame:
         return frame(context).with_columns(pl.col("day").str.to_date(strict=False))
 
     @dg.asset_check(asset=up, metadata={AssetMetadata.CHECK_SCOPE: "rows"})

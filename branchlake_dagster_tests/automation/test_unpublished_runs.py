@@ -127,7 +127,7 @@ def test_a_re_execution_with_inherited_tags_is_no_blocked_run(watch: Watch) -> N
     parent = watch.blocked()
     watch.tick()
     watch.alerted()
-    tags = watch.instance.get_run_by_id(parent).tags  # type: ignore[union-attr]
+    tags = watch.instance.get_run_by_id(parent).tags
     again = dg.materialize([prices], instance=watch.instance, tags=dict(tags)).run_id
     watch.tick()
     assert watch.alerted() == []  # its tags are its parent's

@@ -60,7 +60,7 @@ def test_a_file_that_vanishes_during_the_copy_is_counted(
     def copy_late(path: Path, *others: object) -> bool:
         if path.name == "one":
             path.unlink()
-        return original_copy(path, *others)  # type: ignore[arg-type]
+        return original_copy(path, *others)
 
     monkeypatch.setattr(file_copy, "_copy_file", copy_late)
     count = copy_folder(source, tmp_path / "copy")
@@ -223,7 +223,7 @@ def sleeper() -> ProcessRecord:
     process = subprocess.Popen(["sleep", "60"])
     start_s = find_start_s(process.pid)
     assert start_s is not None
-    yield ProcessRecord("nessie", process.pid, start_s, 0)  # type: ignore[misc]
+    yield ProcessRecord("nessie", process.pid, start_s, 0)
     process.kill()
     process.wait()
 

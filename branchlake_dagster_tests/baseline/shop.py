@@ -122,7 +122,7 @@ class Shop:
             metadata=table_metadata(partition_by={"day": "day", "region": "region"}, **FREE),
         )
         def readings(context: dg.AssetExecutionContext) -> pl.DataFrame:
-            keys = context.partition_key.keys_by_dimension  # type: ignore[attr-defined]
+            keys = context.partition_key.keys_by_dimension
             return shop.rows(day=date.fromisoformat(keys["day"]), region=keys["region"])
 
         @dg.asset(

@@ -104,7 +104,7 @@ def test_a_commit_names_only_files_that_are_on_disk(
 
     def noting(self: NessieClient, *args: object, **options: object) -> object:
         at_commit.append(set(synchronized))
-        return commit(self, *args, **options)  # type: ignore[arg-type]
+        return commit(self, *args, **options)
 
     monkeypatch.setattr(NessieClient, "commit", noting)
     table = catalog.create_table((namespace, "t"), pa.schema([("n", pa.int64())]))

@@ -319,7 +319,7 @@ def test_views_are_refused(catalog: NessieCatalog) -> None:
         lambda: catalog.load_view("db.v"),
         lambda: catalog.drop_view("db.v"),
         lambda: catalog.register_view("db.v", "file:///v.json"),
-        lambda: catalog.create_view("db.v", SCHEMA, None),  # type: ignore[arg-type]
+        lambda: catalog.create_view("db.v", SCHEMA, None),
     ]
     for use in uses:
         with raising(Unsupported, "Spark"):
@@ -340,14 +340,14 @@ def test_tags_and_hashes_are_read_only(
             assert ids(table) == [1]
             assert fixed.list_tables("db") == [("db", "t")]
             changes: list[Callable[[], Any]] = [
-                lambda fixed=fixed: fixed.create_namespace("x"),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.drop_namespace("db"),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.update_namespace_properties("db", updates={"a": "b"}),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.create_table("db.u", SCHEMA),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.create_table_transaction("db.u", SCHEMA),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.drop_table("db.t"),  # type: ignore[misc]
-                lambda fixed=fixed: fixed.rename_table("db.t", "db.u"),  # type: ignore[misc]
-                lambda table=table: table.append(rows(2)),  # type: ignore[misc]
+                lambda fixed=fixed: fixed.create_namespace("x"),
+                lambda fixed=fixed: fixed.drop_namespace("db"),
+                lambda fixed=fixed: fixed.update_namespace_properties("db", updates={"a": "b"}),
+                lambda fixed=fixed: fixed.create_table("db.u", SCHEMA),
+                lambda fixed=fixed: fixed.create_table_transaction("db.u", SCHEMA),
+                lambda fixed=fixed: fixed.drop_table("db.t"),
+                lambda fixed=fixed: fixed.rename_table("db.t", "db.u"),
+                lambda table=table: table.append(rows(2)),
             ]
             for change in changes:
                 with pytest.raises(ReadOnlyReference):

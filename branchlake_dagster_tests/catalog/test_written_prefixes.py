@@ -62,7 +62,7 @@ def test_a_prefix_is_written_once_and_again_where_a_power_cut_has_emptied_it(
     io, warehouse = PyArrowFileIO(), tmp_path.as_uri()
     assert load_prefixes(io, warehouse) == frozenset()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
-    record_prefixes(None, warehouse, metadata("s3://b/own/orders"))  # type: ignore[arg-type]  # no request
+    record_prefixes(None, warehouse, metadata("s3://b/own/orders"))  # no request
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     written = file.stat().st_mtime_ns
     stored_files._recorded_prefixes.clear()

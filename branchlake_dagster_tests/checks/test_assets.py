@@ -201,11 +201,11 @@ def test_declarations_that_cannot_be_kept_are_refused() -> None:
     for text in (" ( select * from {this})", "/* why */ -- and\nWITH x AS (SELECT 1) SELECT * FROM {this}"):
         assert sql_check(values, "fine", text)
     with raising(ContractError, reason="not_a_spark_model", subject="values"):
-        pandera_checks(values, pandera.DataFrameModel)  # type: ignore[arg-type]
+        pandera_checks(values, pandera.DataFrameModel)
     (slashed,) = sql_check("sda/catalogue", "fine", "select * from {this}").check_keys
     assert slashed.asset_key == dg.AssetKey(["sda", "catalogue"])
     with raising(ContractError, "fatal", reason="severity", subject="loud"):
-        sql_check(values, "loud", "select 1", severity="fatal")  # type: ignore[arg-type]
+        sql_check(values, "loud", "select 1", severity="fatal")
 
 
 def test_two_models_on_one_asset_need_a_prefix() -> None:

@@ -131,7 +131,7 @@ def test_a_block_by_a_check_of_the_whole_table_names_partitions(lakehouse: Lakeh
         events = made.instance.fetch_observations(measured.key, limit=1).records
         observation = events[0].event_log_entry.dagster_event
         assert observation is not None
-        reasons = observation.event_specific_data.asset_observation.metadata[EventMetadata.REASONS]  # type: ignore[union-attr]
+        reasons = observation.event_specific_data.asset_observation.metadata[EventMetadata.REASONS]
         assert [name for name in ("optical", "radar") if name not in str(reasons.value)] == []
         made.run(measured.key, partition="radar")
         found = {one.check_name: one.metadata for one in made.last.get_asset_check_evaluations()}

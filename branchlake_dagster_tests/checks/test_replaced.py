@@ -71,7 +71,7 @@ def test_limits_are_looked_at_when_they_are_declared() -> None:
     with raising(ContractError, reason="most_change"):
         replaced_check("a", most_change=-1)
     with raising(ContractError, "loud", reason="severity"):
-        replaced_check("a", severity="loud")  # type: ignore[arg-type]
+        replaced_check("a", severity="loud")
 
 
 @pytest.mark.parametrize(

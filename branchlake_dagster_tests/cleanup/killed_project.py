@@ -62,7 +62,7 @@ def work() -> int:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(entry, **options)
 
-            instance.handle_new_event = handle  # type: ignore[method-assign]
+            instance.handle_new_event = handle
         done = job.execute_in_process(instance=instance, raise_on_error=False)
     return 0 if done.success else 1
 

@@ -51,7 +51,7 @@ def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
         run_id = p.run(ok=False)
         branch = f"run-{run_id}"
         elsewhere = Reconciler.from_lake(lakehouse, p.instance, p.graph)
-        assert [elsewhere.reconcile_run(run_id).state for _ in range(2)] == [  # type: ignore[union-attr]
+        assert [elsewhere.reconcile_run(run_id).state for _ in range(2)] == [
             RunState.DISCARDED,
             RunState.KEPT,
         ]

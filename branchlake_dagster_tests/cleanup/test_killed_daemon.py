@@ -95,6 +95,6 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
         records = here.get_records_for_run(dead.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {dead.pid} on " in message for message in told)
-        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[RunTag.VERDICT] != PENDING, 300)  # type: ignore[union-attr]
+        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[RunTag.VERDICT] != PENDING, 300)
     names = {ref.name for ref in lakehouse.nessie.references()}
     assert run_branch_name(dead.run_id) not in names

@@ -23,7 +23,7 @@ def greet() -> None:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> CommandGroup:
     module = ModuleType("commands_of_a_test")
-    module.greet = greet  # type: ignore[attr-defined]
+    module.greet = greet
     monkeypatch.setitem(sys.modules, module.__name__, module)
     sources = dict.fromkeys(("greet", "hello"), "commands_of_a_test:greet")
     return CommandGroup("group", sources=sources, former_names=["hello"])

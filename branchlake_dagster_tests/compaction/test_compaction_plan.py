@@ -170,7 +170,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", Strategy)
 def test_a_strategy_may_be_given_by_its_name(strategy: Strategy) -> None:
     columns = () if strategy is Strategy.BIN_PACK else ("n",)
-    assert CompactionOptions(strategy.value, columns).strategy is strategy  # type: ignore[arg-type]
+    assert CompactionOptions(strategy.value, columns).strategy is strategy
 
 
 def test_a_plan_in_words_rows_and_json() -> None:
@@ -252,5 +252,5 @@ def test_a_moment_after_year_9999_has_no_predicate(kind: PrimitiveType, transfor
 )
 def test_limits_without_meaning_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):
-        CompactionOptions(**options)  # type: ignore[arg-type]
+        CompactionOptions(**options)
     CompactionOptions(max_seconds=0.0, hot_minutes=0.0)

@@ -276,7 +276,7 @@ def test_a_branch_with_other_changes_is_not_published(bench: Workbench) -> None:
     tables, client = IcebergTableFormat(bench.lake.catalog()), bench.lake.nessie
     before, after = (client.contents(ref, [bench.key()])[bench.key()] for ref in (MAIN, run.name))
     with pytest.raises(CompactionNotClean):
-        list_rewritten_partitions("t", tables.load_change(bench.key(), before, after))  # type: ignore[arg-type]
+        list_rewritten_partitions("t", tables.load_change(bench.key(), before, after))
 
 
 def test_abandoned_branches_are_removed_and_others_not(bench: Workbench) -> None:

@@ -198,7 +198,7 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Em
     monkeypatch.setattr(EmbeddedServers, "fetch_jars", lambda *_, **__: jars)
 
     def make(*, recording: bool = False, **settings: str) -> EmbeddedServers:
-        return EmbeddedServers(Settings(state_dir=tmp_path / "a state", **settings), recording=recording)  # type: ignore[arg-type]
+        return EmbeddedServers(Settings(state_dir=tmp_path / "a state", **settings), recording=recording)
 
     return make
 

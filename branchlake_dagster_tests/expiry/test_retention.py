@@ -137,7 +137,7 @@ def test_a_branch_at_the_current_snapshot_does_not_shorten_the_chain() -> None:
 
 @pytest.mark.parametrize("values", [{"min_snapshots": 5}, {"max_age_ms": 42 * HOUR_MS}])
 def test_properties_of_the_table_lengthen_the_chain(values: dict[str, int]) -> None:
-    decision = decide(replace(chain(10), **values))  # type: ignore[arg-type]
+    decision = decide(replace(chain(10), **values))
     assert (decision.oldest_id, decision.kept_by, decision.holder) == (6, KeptBy.RETENTION, "")
     short = decide(replace(chain(10), min_snapshots=1, max_age_ms=1))
     assert (short.oldest_id, short.kept_by) == (9, KeptBy.COUNT)
@@ -203,7 +203,7 @@ def test_a_snapshot_log_has_no_gap() -> None:
 )
 def test_a_policy_that_keeps_less_than_nothing_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
-        ExpiryPolicy(**values)  # type: ignore[arg-type]
+        ExpiryPolicy(**values)
 
 
 # -- random histories ----------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_the_property_finds_what_is_forgotten(bug: str, monkeypatch: pytest.Monk
             *rest: object,
         ) -> object:
             less = replace(roots, positions=()) if bug == "a position" else replace(roots, bases={})
-            return extend(history, line, depths, less, *rest)  # type: ignore[arg-type]
+            return extend(history, line, depths, less, *rest)
 
         monkeypatch.setattr(retention, "_extend_chain", forget)
     assert find_broken(300, 7)

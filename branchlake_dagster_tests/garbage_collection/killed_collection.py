@@ -87,7 +87,7 @@ def arrange_lost_commit(collector: FileCollector) -> None:
         dies_before(client, "commit")
         record_files(*args)
 
-    collector.journal.record_files = record  # type: ignore[method-assign]
+    collector.journal.record_files = record
 
 
 if __name__ == "__main__":

@@ -239,8 +239,8 @@ def killed_at(step: int, collector: FileCollector) -> FileCollector:
         point()
         return delete_file(path)
 
-    collector.journal._append = append_or_die  # type: ignore[method-assign]
-    collector._files._delete_file = delete_or_die  # type: ignore[method-assign]
+    collector.journal._append = append_or_die
+    collector._files._delete_file = delete_or_die
     return collector
 
 

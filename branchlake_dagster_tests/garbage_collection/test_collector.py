@@ -85,7 +85,7 @@ def open_table_with_dropped_snapshot(lake: CollectedLake) -> str:
     lake.create("u")
     gone = lake.append(1, name="u")
     table = lake.table("u")
-    old_id = table.current_snapshot().snapshot_id  # type: ignore[union-attr]
+    old_id = table.current_snapshot().snapshot_id
     table.overwrite(pa.table({"n": [2]}))
     snapshots = [one.snapshot_id for one in lake.table("u").metadata.snapshots[:-1]]
     assert old_id in snapshots

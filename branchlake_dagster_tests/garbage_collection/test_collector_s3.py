@@ -83,7 +83,7 @@ def wrap_requests(files: WarehouseFiles, wrap: Wrap) -> None:
     """Replace the function that sends the requests of batched deletions."""
     deletion = files._batch_deletion
     assert deletion is not None
-    deletion._pool.request = wrap(deletion._pool.request)  # type: ignore[method-assign]
+    deletion._pool.request = wrap(deletion._pool.request)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def endpoint(server: str) -> Iterator[str]:
     """The address of the store, which has an empty bucket."""
-    client = boto3.client("s3", endpoint_url=server, **_KEYS)  # type: ignore[call-overload]
+    client = boto3.client("s3", endpoint_url=server, **_KEYS)
     client.create_bucket(Bucket="lake")
     client.close()
     yield server
@@ -184,7 +184,7 @@ def test_a_lost_reply_counts_as_deleted_only_if_the_files_are_gone(
         def send_without_reply(method: str, url: str, **options: Any) -> Any:
             if arrives:
                 send(method, url, **options)
-            raise urllib3.exceptions.ReadTimeoutError(None, url, "no reply")  # type: ignore[arg-type]
+            raise urllib3.exceptions.ReadTimeoutError(None, url, "no reply")
 
         return send_without_reply
 

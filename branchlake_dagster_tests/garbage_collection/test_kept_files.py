@@ -224,7 +224,7 @@ def test_a_manifest_that_polars_cannot_read_is_read_by_pyiceberg(
 
     monkeypatch.setattr("branchlake_dagster.garbage_collection.reachable_files.pl.read_avro", refuse)
     assert read() == expected
-    assert any(expected[2])  # type: ignore[arg-type]
+    assert any(expected[2])
 
 
 def test_a_writer_whose_branch_is_unknown_may_have_written_any_file(lake: CollectedLake) -> None:

@@ -91,7 +91,7 @@ def forget_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = reachable_files.parse_state
 
     def parse_without(metadata: object) -> StateFiles:
-        state = parse(metadata)  # type: ignore[arg-type]
+        state = parse(metadata)
         return StateFiles(state.manifest_lists, state.manifests, (), state.folders)
 
     monkeypatch.setattr(reachable_files, "parse_state", parse_without)

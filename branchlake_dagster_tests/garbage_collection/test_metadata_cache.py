@@ -657,7 +657,7 @@ def test_stamps_of_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             requests.append(what)
             return FileSystem.get_file_info(system, what)
 
-    files._system = Counting()  # type: ignore[assignment]
+    files._system = Counting()
     for folder, count in (("large", 30), ("small", 3)):
         (tmp_path / folder).mkdir()
         for number in range(count):

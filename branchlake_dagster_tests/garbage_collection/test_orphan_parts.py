@@ -370,7 +370,7 @@ def test_the_digest_of_a_plan_has_all_that_it_does() -> None:
 )
 def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
-        Settings(**values)  # type: ignore[arg-type]
+        Settings(**values)
 
 
 def test_rules_follow_the_settings() -> None:

@@ -239,7 +239,7 @@ def test_a_registered_table_records_its_repository(lake: CollectedLake, tmp_path
 
 def test_the_recorded_address_has_no_credentials(lake: CollectedLake) -> None:
     forget_repositories(lake)
-    lake.client._transport.uri = "https://ada:secret@nessie.example.org:19120/api/v2?token=secret"  # type: ignore[misc]
+    lake.client._transport.uri = "https://ada:secret@nessie.example.org:19120/api/v2?token=secret"
     io = lake.lake.catalog()._warehouse_io
     recorded_repositories.record_repository(io, f"file://{lake.root}", lake.client)
     assert json.loads(record_of(lake, lake).read_bytes())["nessie_uri"] == (

@@ -113,7 +113,7 @@ def test_what_was_read_of_everything_is_not_read_again(table: Table, monkeypatch
     append(table, [("d", 5)])
     table.delete("day = 'c'")
     change = capture_change(table, None, name="shop.t", cache=cache)
-    manifests = table.current_snapshot().manifests(table.io)  # type: ignore[union-attr]
+    manifests = table.current_snapshot().manifests(table.io)
     assert set(read[2:]) == {one.manifest_path for one in manifests} - set(read[:2])
     assert {one.file.partition[0] for one in change.added} == {"a", "b", "d"}
     known = {one.snapshot_id for one in table.metadata.snapshots}

@@ -203,7 +203,7 @@ class Step:
         instance: DagsterInstance | None = None,
     ) -> Step:
         found = Consumption(
-            run,  # type: ignore[arg-type]
+            run,
             kind.consumer,
             partitions=partitions,
             rebuild=rebuild,

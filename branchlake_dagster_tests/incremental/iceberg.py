@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 @lru_cache(4096)
 def _stored(field_id: int, value: str | int, *, moments: bool) -> bytes:
-    return to_bytes(schema_of(moments=moments).find_type(field_id), value)  # type: ignore[arg-type]
+    return to_bytes(schema_of(moments=moments).find_type(field_id), value)
 
 
 def _number_of(day: date, *, moments: bool) -> int:

@@ -168,22 +168,22 @@ class Run:
             if any(self.changes[name].meets(one) for one in since):
                 raise Refused(f"{name}: the same rows were replaced meanwhile")
             head = base.metadata.current_snapshot_id if base else None
-            if not ancestors_after(now.metadata, head)[1]:  # type: ignore[arg-type]
+            if not ancestors_after(now.metadata, head)[1]:
                 raise Refused(f"{name} was rolled back")
             kept = self.changes[name].on(now.kept)
             return self.lake.writer.store(made, kept, replayed=after.metadata.current_snapshot_id)
-        steps, complete = ancestors_after(after.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
+        steps, complete = ancestors_after(after.metadata, base.metadata.current_snapshot_id if base else None)
         if not complete:
             raise Refused(f"{name} was rolled back on the branch")
         for step in steps:
-            self._require_apart(step, base, now)  # type: ignore[arg-type]
-            made = self.lake.writer.replay(made, step)  # type: ignore[arg-type]
+            self._require_apart(step, base, now)
+            made = self.lake.writer.replay(made, step)
         return made
 
     def _require_apart(self, step: Snapshot, base: Table | None, now: Table) -> None:
         if step.summary.operation is Operation.APPEND:
             return
-        theirs, complete = ancestors_after(now.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
+        theirs, complete = ancestors_after(now.metadata, base.metadata.current_snapshot_id if base else None)
         touched = {str(file.partition) for one in theirs for file in (*one.added, *one.removed)}
         mine = {str(file.partition) for file in (*step.added, *step.removed)}
         if not complete or mine & touched or any(file.names for file in step.added):

@@ -51,7 +51,7 @@ def _own(snapshots: Any, head: object, io: object) -> list[tuple[Any, OwnFiles]]
 
 def _live(self: object, snapshot: Snapshot, io: object) -> list[LiveFile]:
     return [
-        LiveFile(one.data_file, one.snapshot_id, one.data_file.content is DataFileContent.DATA)  # type: ignore[arg-type]
+        LiveFile(one.data_file, one.snapshot_id, one.data_file.content is DataFileContent.DATA)
         for one in snapshot.after
     ]
 

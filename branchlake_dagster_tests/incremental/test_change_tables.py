@@ -33,7 +33,7 @@ class Reader:
             deps=[source.key],
             metadata=table_metadata(write_mode="append", **FREE) | consumes({source.key: "rows"}),
         )
-        def reader(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
+        def reader(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult:
             with read_changes(context, lakehouse) as changes:
                 if changes.whole:
                     schema = pa.schema([("n", pa.int64())])

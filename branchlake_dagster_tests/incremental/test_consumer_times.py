@@ -132,7 +132,7 @@ class World:
         consumer = self.consumer(name)
         if consumer.definition is None:
             return [None]
-        consumption = Consumption(self.run(), consumer)  # type: ignore[arg-type]
+        consumption = Consumption(self.run(), consumer)
         return [*sorted(consumption.partitions_to_rebuild())]
 
     def run(self) -> Run:
@@ -142,7 +142,7 @@ class World:
         """Compute the partition, or all of the table, from what the inputs hold. It is not published yet."""
         run, consumer = self.run(), self.consumer(name)
         partitions = (partition,) if partition is not None else ()
-        consumption = Consumption(run, consumer, partitions=partitions)  # type: ignore[arg-type]
+        consumption = Consumption(run, consumer, partitions=partitions)
         rows = [row for one in INPUTS[name] for row in run.view[one].rows.elements()]
         if partition is not None:
             rows = [row for row in rows if row.part == partition]
@@ -289,7 +289,7 @@ def test_a_table_without_partitions_is_as_far_as_its_last_run(world: World) -> N
     assert world.time_of("total").at == before
     world.ingest("raw")
     world.consume("total", None).publish()
-    assert world.time_of("total").at == min(world.time_of("raw").at, world.time_of("more").at)  # type: ignore[type-var]
+    assert world.time_of("total").at == min(world.time_of("raw").at, world.time_of("more").at)
 
 
 def test_an_input_without_a_time_gives_none(world: World) -> None:

@@ -613,7 +613,7 @@ def test_an_asset_that_writes_by_sql(lakehouse: Lakehouse, namespace: str, order
     )
     def lines(
         context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
-    ) -> dg.MaterializeResult:  # type: ignore[type-arg]
+    ) -> dg.MaterializeResult:
         sql = spark.spark_session.sql
         with read_changes(context, lakehouse) as changes:
             if changes.whole:

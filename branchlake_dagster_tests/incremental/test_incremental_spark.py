@@ -25,7 +25,7 @@ pytestmark = pytest.mark.spark
 def asset_of(
     source: Source, namespace: str, *, keys: Sequence[str], upsert: Sequence[str]
 ) -> dg.AssetsDefinition:
-    def spent(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+    def spent(orders):  # annotated below: annotations here are text
         made = orders.groupBy(*upsert).agg(F.sum("price").alias("spent"))
         if source.drops_null:
             made = made.filter("account IS NOT NULL")
@@ -149,7 +149,7 @@ def test_rows_with_a_null_key_may_go_but_not_come(lakehouse: Lakehouse, namespac
 def test_a_result_of_everything_has_each_key_once(lakehouse: Lakehouse, namespace: str) -> None:
     orders = Orders(namespace)
 
-    def last(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+    def last(orders):  # annotated below: annotations here are text
         return orders
 
     last.__annotations__ = {"orders": DataFrame}

@@ -77,7 +77,7 @@ def test_a_column_that_all_inputs_name_is_the_asset_s_too() -> None:
         ({"a": keys("id", "region")}, {"keys": ["account"]}),
         ({"a": rows(), "b": keys("id")}, {"keys": ["account"]}),
         ({"a": "keys"}, {"keys": ["account", "account"]}),
-        ({"a": ConsumedInput("cells")}, {}),  # type: ignore[arg-type]
+        ({"a": ConsumedInput("cells")}, {}),
     ],
     ids=["no keys of its own", "more keys than it has", "different patterns", "a key twice", "no pattern"],
 )

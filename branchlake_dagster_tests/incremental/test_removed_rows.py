@@ -34,7 +34,7 @@ def orders(namespace: str) -> Source:
 def cents_of(source: Source, namespace: str, *, spark: bool = False, **how: Any) -> dg.AssetsDefinition:
     """A row for each row of the input, by its account."""
 
-    def cents(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+    def cents(orders):  # annotated below: annotations here are text
         if spark:
             return orders.withColumn("price", F.col("price") * 100)
         return orders.with_columns(pl.col("price") * 100)
@@ -157,7 +157,7 @@ def test_a_row_that_moves_to_another_partition(
     """Whichever partition's run is first: it takes no row of the other one's away."""
     orders.columns = {"day": pl.Date, "account": pl.String, "price": pl.Int64}
 
-    def own(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+    def own(orders):  # annotated below: annotations here are text
         return orders
 
     own.__annotations__ = {"orders": DataFrame if spark else pl.DataFrame}
@@ -257,7 +257,7 @@ def test_removed_rows_rebuild_a_table(
 ) -> None:
     """Nothing in the asset's own table identifies the removed row."""
 
-    def lines(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+    def lines(orders):  # annotated below: annotations here are text
         if spark:
             return orders.select(F.concat("account", F.lit("!")).alias("name"))
         return orders.select((pl.col("account") + "!").alias("name"))

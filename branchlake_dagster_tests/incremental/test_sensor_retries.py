@@ -52,7 +52,7 @@ def launch(p: Project, request: dg.RunRequest, *, ok: bool = True) -> str:
 
 
 def table_of(observation: dg.AssetObservation) -> list[dict[str, Any]]:
-    return [dict(one.data) for one in observation.metadata[EventMetadata.UNCONSUMED_PARTITIONS].value.records]  # type: ignore[union-attr]
+    return [dict(one.data) for one in observation.metadata[EventMetadata.UNCONSUMED_PARTITIONS].value.records]
 
 
 def test_a_failed_partition_is_launched_again_under_keys_of_its_own(

@@ -45,4 +45,4 @@ def cache_windows() -> None:
     ) -> Iterator[TimeWindow]:
         return iter(get_windows(self, start_timestamp, ignore_exclusions))
 
-    TimeWindowPartitionsDefinition._iterate_time_windows = iterate  # type: ignore[method-assign]
+    TimeWindowPartitionsDefinition._iterate_time_windows = iterate

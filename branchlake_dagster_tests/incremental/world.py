@@ -441,7 +441,7 @@ class World:
             if floor is None:
                 return False
             return all(
-                capture_change(main[name], floor.inputs[f"shop.{name}"], name=name).empty  # type: ignore[arg-type]
+                capture_change(main[name], floor.inputs[f"shop.{name}"], name=name).empty
                 for name in kind.inputs
             )
         except ChangeLost:

@@ -46,8 +46,8 @@ from branchlake_dagster_tests.suite.raised import raising
 
 
 class Contract(pa.DataFrameModel):
-    amount: T.LongType() = pa.Field(ge=0, nullable=True)  # type: ignore[valid-type]
-    site: T.StringType() = pa.Field(isin=["a", "b", "c"], nullable=True)  # type: ignore[valid-type]
+    amount: T.LongType() = pa.Field(ge=0, nullable=True)
+    site: T.StringType() = pa.Field(isin=["a", "b", "c"], nullable=True)
 
 
 def _json(**fields: Any) -> bytes:

@@ -30,7 +30,7 @@ FIRST = {
 SECOND = {
     "type": "record",
     "name": "Order",
-    "fields": [*FIRST["fields"], {"name": "amount", "type": "double"}],  # type: ignore[misc]
+    "fields": [*FIRST["fields"], {"name": "amount", "type": "double"}],
 }
 
 

@@ -43,7 +43,7 @@ _MOST = 10_000
 
 
 def _table(namespace: str, name: str, **more: object) -> IngestTable:
-    return IngestTable(key=[namespace, name], attributes={"o": "offset", "sent": "timestamp"}, **more)  # type: ignore[arg-type]
+    return IngestTable(key=[namespace, name], attributes={"o": "offset", "sent": "timestamp"}, **more)
 
 
 def _holds_each_record_once(
@@ -104,7 +104,7 @@ def _ingest(
         tables=tables,
         format=reading,
         most_records=_MOST,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 

@@ -386,7 +386,7 @@ class MovedLake(Lakehouse):
 
     def move(self) -> None:
         old, at = self.client, self.endpoints(spark=False)
-        old._transport.uri = "http://127.0.0.1:1/api/v2"  # type: ignore[misc]
+        old._transport.uri = "http://127.0.0.1:1/api/v2"
         self.client = NessieClient(at.nessie_uri, token=at.nessie_token)
 
 

@@ -65,7 +65,7 @@ class Evaluated:
         self, instance: dg.DagsterInstance, condition: Any, partitions: dg.PartitionsDefinition[Any] | None
     ) -> None:
         @dg.asset(name="revenue", partitions_def=partitions, automation_condition=condition)
-        def revenue(context) -> None:  # type: ignore[no-untyped-def]
+        def revenue(context) -> None:
             if context.run.tags.get("fails"):
                 raise dg.Failure("refused", allow_retries=False)
 

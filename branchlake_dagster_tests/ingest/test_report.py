@@ -32,7 +32,7 @@ def test_batches_are_reported_together() -> None:
     assert (both.record_count, both.dead_letter_count, both.scan_result.count_rows(0)) == (8, 1, 7)
     assert both.plan.ranges == {ONE: OffsetRange(0, 7), OTHER: OffsetRange(2, 3)}
     assert both.notes == ("note",)
-    rows = [dict(record.data) for record in offsets_table(both.plan.ranges).records]  # type: ignore[union-attr]
+    rows = [dict(record.data) for record in offsets_table(both.plan.ranges).records]
     assert [(row["partition"], row["first"], row["last"]) for row in rows] == [(0, 0, 6), (1, 2, 2)]
 
 

@@ -153,7 +153,7 @@ def test_rows_that_break_a_contract_are_left_out_or_block_the_batch(
     project: Opened, kafka: Broker, how: Any
 ) -> None:
     class Positive(pa.DataFrameModel):
-        id: T.LongType() = pa.Field(gt=0)  # type: ignore[valid-type]
+        id: T.LongType() = pa.Field(gt=0)
 
     topic = kafka.topic()
     name = f"i{uuid.uuid4().hex[:8]}"

@@ -83,13 +83,13 @@ def test_offsets_are_formatted_by_partition() -> None:
     "declare",
     [
         lambda: CommittedOffsets(""),
-        lambda: CommittedOffsets("old", otherwise="end"),  # type: ignore[arg-type]
+        lambda: CommittedOffsets("old", otherwise="end"),
         lambda: StartingOffsets({"orders": {0: -1}}),
-        lambda: StartingOffsets({"orders": {"0": 1}}),  # type: ignore[dict-item]
+        lambda: StartingOffsets({"orders": {"0": 1}}),
         lambda: StartingOffsets({"orders": {0: True}}),
-        lambda: StartingOffsets({"orders": {0: 1}}, otherwise="begin"),  # type: ignore[arg-type]
+        lambda: StartingOffsets({"orders": {0: 1}}, otherwise="begin"),
         lambda: Ingest(name="o", topics=["orders"], tables=[TABLE], start=StartingOffsets({"order": {0: 1}})),
-        lambda: Ingest(name="o", topics=["orders"], tables=[TABLE], start="first"),  # type: ignore[arg-type]
+        lambda: Ingest(name="o", topics=["orders"], tables=[TABLE], start="first"),
         lambda: Ingest(
             name="o", topics=["orders"], tables=[TABLE], source="landing", start=CommittedOffsets("old")
         ),

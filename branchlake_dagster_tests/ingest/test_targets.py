@@ -50,7 +50,7 @@ def test_a_table_of_another_format_than_parquet_is_refused_before_a_record_is_re
         wanted = {name: tuple(name.split(".")) for name in known}
         ingest = expand_families(Ingest(name="shop", topics=["t"], tables=[declared]), {})
         with pytest.raises(ConfigurationError) as raised:
-            prepare_targets(ingest, catalog, known, wanted, {})  # type: ignore[arg-type]  # any catalog does
+            prepare_targets(ingest, catalog, known, wanted, {})  # any catalog does
         assert raised.value.table == "shop.t"
 
 

@@ -107,7 +107,7 @@ def test_a_fork_opens_connections_of_its_own(tmp_path: Path) -> None:
             at.exec_driver_sql("insert into t values (2)")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     with engine.begin() as at:
-        counts = dict(at.exec_driver_sql("select n, count(*) from t group by n").all())  # type: ignore[arg-type]
+        counts = dict(at.exec_driver_sql("select n, count(*) from t group by n").all())
         assert counts == {1: 1, 2: 100}
         assert at.exec_driver_sql("pragma integrity_check").scalar() == "ok"
 

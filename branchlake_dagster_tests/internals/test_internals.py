@@ -183,7 +183,7 @@ def test_what_is_used_is_where_it_was(module: str, name: str, parameters: str) -
         found = getattr(found, part, None)
         assert found is not None, f"{module}.{name} has moved; {ONE.name} uses it"
     if parameters:
-        assert isinstance(found, Callable)  # type: ignore[arg-type]
+        assert isinstance(found, Callable)
         missing = set(parameters.split()) - set(inspect.signature(found).parameters)
         assert not missing, f"{module}.{name} takes no {missing} any more"
 

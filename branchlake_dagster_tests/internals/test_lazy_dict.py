@@ -23,7 +23,7 @@ class WatchedPairs(tuple[int, ...]):
 
 
 def test_a_map_that_is_read_while_it_is_built() -> None:
-    assert LazyDict._build_dict is pyiceberg_internals._build_whole_dict  # type: ignore[comparison-overlap]
+    assert LazyDict._build_dict is pyiceberg_internals._build_whole_dict
     second_part = WatchedPairs((2, 20))
     lazy_dict: LazyDict[int, int] = LazyDict([(1, 10), second_part])
     seen: list[dict[int, int]] = []

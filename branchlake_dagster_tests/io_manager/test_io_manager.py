@@ -82,7 +82,7 @@ def test_frames_go_in_and_come_out_by_annotation(lakehouse: Lakehouse, namespace
     seen = {}
 
     @dg.asset(key=[namespace, "sink"], ins={"source": dg.AssetIn([namespace, "source"])})
-    def sink(source: kind) -> None:  # type: ignore[valid-type]
+    def sink(source: kind) -> None:
         seen["kind"] = type(source)
         seen["rows"] = (source.collect() if isinstance(source, pl.LazyFrame) else source).shape
 
@@ -633,11 +633,11 @@ def test_an_input_has_the_columns_that_its_metadata_names(
         return pa.table({"a": [1], "b": ["x"], "c": [2.5]})
 
     @dg.asset(key=[namespace, "few"], ins={"t": dg.AssetIn(t.key, metadata=wanted)})
-    def few(t: kind) -> None:  # type: ignore[valid-type]
+    def few(t: kind) -> None:
         seen.append(pl.DataFrame(t.collect() if isinstance(t, pl.LazyFrame) else t))
 
     @dg.asset(key=[namespace, "wrong"], ins={"t": dg.AssetIn(t.key, metadata={"columns": ["a", "d"]})})
-    def wrong(t: kind) -> None: ...  # type: ignore[valid-type]
+    def wrong(t: kind) -> None: ...
 
     seen: list[pl.DataFrame] = []
     with project(lakehouse, t, few, wrong) as p:

@@ -636,7 +636,7 @@ def test_two_runs_in_one_process_have_a_session_and_a_branch_each(
             session = spark.spark_session
             # A frame of the IO manager's can be joined with one of the asset's: they share the session.
             found = session.sql(f"SELECT id FROM nessie.{namespace}.t").union(t).collect()
-            seen[number] = (session.session_id, [row.id for row in found])  # type: ignore[attr-defined]
+            seen[number] = (session.session_id, [row.id for row in found])
 
         return t, reads
 

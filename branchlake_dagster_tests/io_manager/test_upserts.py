@@ -62,7 +62,7 @@ def engine_of(p: Project) -> tuple[object, object]:
     return tuple(
         found[name].value if name in found else None
         for name in (EventMetadata.UPSERT_ENGINE, EventMetadata.UPSERT_BY_SPARK_BECAUSE)
-    )  # type: ignore[return-value]
+    )
 
 
 def by_id(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def load_or_create(lakehouse: LakehouseResource, namespace: str) -> Table:
 
 def write_on_worker(table: Table, settings: object, days: Iterable[str], first_id: int) -> list[DataFile]:
     """Write one row per day, as a worker does: from a pickled target, with pickled results."""
-    target: WorkerTable = pickle.loads(pickle.dumps(WorkerTable.from_table(table, settings)))  # type: ignore[arg-type]
+    target: WorkerTable = pickle.loads(pickle.dumps(WorkerTable.from_table(table, settings)))
     rows = pa.Table.from_pylist([{"day": day, "id": first_id + n} for n, day in enumerate(days)])
     return [pickle.loads(pickle.dumps(file)) for file in target.write(rows)]
 

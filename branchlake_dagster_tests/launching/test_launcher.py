@@ -177,11 +177,11 @@ def test_a_template_that_does_not_answer_gives_no_second_worker(
     assert any("The run starts with Dagster's own launcher." in text for text in warm.messages(run_id))
 
 
-def once_only(ready):  # type: ignore[no-untyped-def]
+def once_only(ready):
     """The second template cannot be had."""
     calls = []
 
-    def asked(*args):  # type: ignore[no-untyped-def]
+    def asked(*args):
         calls.append(args)
         if len(calls) > 1:
             raise launcher.NoWorker("There is none.")

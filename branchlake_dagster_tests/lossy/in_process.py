@@ -54,7 +54,7 @@ class InProcess:
         with dg.build_sensor_context(
             instance=self.instance,
             repository_def=repository,
-            resources={"lakehouse": self.definitions.resources["lakehouse"]},  # type: ignore[index]
+            resources={"lakehouse": self.definitions.resources["lakehouse"]},
         ) as context:
             self._attempt(lambda: sensor.evaluate_tick(context))
 

@@ -120,7 +120,7 @@ class LossyProxy:
                 proxy._fate(self, request)
 
         try:
-            Conversation(connection, address, None)  # type: ignore[arg-type]
+            Conversation(connection, address, None)
         except OSError:
             pass  # the client went away, or we have broken it
         finally:

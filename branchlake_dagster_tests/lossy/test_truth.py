@@ -44,7 +44,7 @@ def published(run_id: str, commit: str) -> Publication:
 def problems(
     runs: Sequence[dg.DagsterRun], ledger: Sequence[Publication], **tables: list[dict[str, Any]]
 ) -> list[str]:
-    world = Told(None, None, {one.run_id: one for one in runs}, ledger, tables)  # type: ignore[arg-type]
+    world = Told(None, None, {one.run_id: one for one in runs}, ledger, tables)
     return [*world._ledger(), *world._rows(), *world._verdicts()]
 
 

@@ -135,7 +135,7 @@ def test_an_undo_of_a_publication_older_than_the_horizon_is_refused() -> None:
 @pytest.mark.parametrize("name", ["keep_age", "position_age"])
 def test_snapshots_may_stay_longer_than_earlier_commits(name: str) -> None:
     """The files of all snapshots in the newest metadata stay anyway."""
-    policy = ExpiryPolicy(**{name: timedelta(days=365)})  # type: ignore[arg-type]
+    policy = ExpiryPolicy(**{name: timedelta(days=365)})
     options = MaintenanceOptions(expiry=policy)
     assert options.choose_policy(Settings()) == policy
     maintenance_definitions(options=options, settings=Settings())

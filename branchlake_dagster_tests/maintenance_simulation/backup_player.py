@@ -49,7 +49,7 @@ class BackupPlayer:
             copies.append(NessieBackup(world.server.history))
             return 0.0, CopyCount()
 
-        backup._copy_store = copy_nessie  # type: ignore[method-assign]
+        backup._copy_store = copy_nessie
         self._count += 1
         target = self._folder / f"backup-{self._count}"
         target.mkdir(parents=True)

@@ -93,7 +93,7 @@ class Schedule:
 
     def _spawn(self, name: str, actor: object) -> None:
         self._actor_count += 1
-        self._world.scheduler.spawn(f"{name} {self._actor_count}", actor)  # type: ignore[arg-type]
+        self._world.scheduler.spawn(f"{name} {self._actor_count}", actor)
 
     def _play_round(self) -> None:
         world, players, random = self._world, self._players, self._world.random

@@ -23,7 +23,7 @@ def test_what_does_not_fit_is_dropped_and_counted(sizes: list[int], drop: str, m
         for size in sizes:
             batch = [record(b"%d" % (len(sent) + i)) for i in range(size)]
             sent += values(batch)
-            buffer.offer(batch, drop)  # type: ignore[arg-type]
+            buffer.offer(batch, drop)
             assert len(buffer) <= most
         buffer.close()
         left = values(await buffer.take(Roll(10_000, 1 << 30, 1)))

@@ -81,7 +81,7 @@ def asking(url: str, sink: Sink, **config: Any) -> Intake:
 
     settings = HttpConfig(url, **{**QUICKLY, **config})
     made = an_intake(lambda b, c: HttpSource(settings, b, c, sleep=sleep, rng=random.Random(1)), sink)
-    made.source.slept = slept  # type: ignore[attr-defined]
+    made.source.slept = slept
     return made
 
 
@@ -282,10 +282,10 @@ def test_retry_after_is_kept_to_and_bounded() -> None:
         archive.faults = [web.Response(status=429, headers={"Retry-After": text}) for text in told]
         async with serving(archive.answer) as url:
             intake = asking(url, sink)
-            intake.source._now_ns = lambda: 2_000_000_000  # type: ignore[attr-defined]
+            intake.source._now_ns = lambda: 2_000_000_000
             async with running(intake):
                 await until(lambda: sink.records)
-        waits = intake.source.slept[: len(told)]  # type: ignore[attr-defined]
+        waits = intake.source.slept[: len(told)]
         assert waits[:3] == [7.0, 40.0, 300.0]
         assert all(0.5 <= wait <= 30 for wait in waits[3:])
 
@@ -302,7 +302,7 @@ def test_pauses_between_attempts_are_bounded_and_the_cause_is_reported() -> None
                 await until(lambda: intake.counts.events["requests_server_error"] > 20)
                 assert receivers.health().state == "degraded"
                 assert "answered 500" in receivers.health().reasons[0]
-        slept = intake.source.slept  # type: ignore[attr-defined]
+        slept = intake.source.slept
         assert max(slept) <= 4.0
         assert len(set(slept[:10])) > 5, "spread"
 

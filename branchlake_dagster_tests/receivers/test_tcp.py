@@ -40,7 +40,7 @@ async def connect(intake: Intake) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def listening(sink: MemorySink, *, most: int = 100_000, **config: object) -> Intake:
-    settings = TcpConfig(HERE, 0, **config)  # type: ignore[arg-type]
+    settings = TcpConfig(HERE, 0, **config)
     return an_intake(lambda b, c: TcpSource(settings, b, c), sink, most=most)
 
 

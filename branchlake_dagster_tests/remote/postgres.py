@@ -57,6 +57,6 @@ def running(programs: Path, port: int, databases: Path, environment: Mapping[str
 def _call(command: Sequence[str], **options: object) -> None:
     # To a file: the server inherits the output, and a pipe would not end before it does.
     with tempfile.TemporaryFile("w+") as output:
-        done = subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
+        done = subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, **options)
         output.seek(0)
         assert done.returncode == 0, f"{command[0]}: {output.read()}"

@@ -47,7 +47,7 @@ def leases(
 ) -> RunLeases:
     return RunLeases(
         lambda: lake.nessie,
-        runs,  # type: ignore[arg-type]
+        runs,
         run_id,
         lambda: names,
         tuple,
@@ -246,7 +246,7 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
     with project(lakehouse, counter(namespace, {})) as p:
         first = p.run()
         # As a foreign instance would, that does not know the run and hears nothing of it.
-        leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).ensure_held(None)  # type: ignore[arg-type]
+        leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).ensure_held(None)
         refused = p.settle(first)
         assert refused.state is RunState.REFUSED
         assert refused.codes == ("lease_taken_over",)
@@ -268,8 +268,8 @@ def test_a_holder_that_beats_is_not_gone_and_a_pause_of_the_asker_is_no_silence(
 
     watch = HolderWatch(
         "run-a",
-        None,  # type: ignore[arg-type]
-        SimpleNamespace(get_run_by_id=lambda _: None),  # type: ignore[arg-type]
+        None,
+        SimpleNamespace(get_run_by_id=lambda _: None),
         beats,
         interval_s=1.0,
         monotonic=lambda: now[0],
@@ -301,7 +301,7 @@ def test_a_holder_of_another_instance_is_gone_at_once_only_without_branch(
     watch = HolderWatch(
         "run-elsewhere",
         lakehouse.nessie,
-        SimpleNamespace(get_run_by_id=lambda _: None),  # type: ignore[arg-type]
+        SimpleNamespace(get_run_by_id=lambda _: None),
         tuple,
         interval_s=10.0,
         monotonic=lambda: now[0],

@@ -57,7 +57,7 @@ def test_odd_names_of_tables_and_columns(
 ) -> None:
     key = dg.AssetKey([namespace, "dots.in.it"])
     metadata = table_metadata(
-        write_mode=write_mode,  # type: ignore[arg-type]
+        write_mode=write_mode,
         keys=ODD if write_mode == "upsert" else (),
         partition_by="we`ird",
         require_checks=False,

@@ -240,7 +240,7 @@ def test_tracks(lakehouse: Lakehouse, run: Callable[..., Result]) -> None:
         ("n_isl", {"wanted": MeasurementFilter(source_kinds=("isl",))}),
     ):
         with raising(ColumnNotThere, table=TRACK_TABLE, subject=column):
-            read_tracks(reader, **options)  # type: ignore[arg-type]
+            read_tracks(reader, **options)
     # The first run with the column adds it; earlier rows have null in it.
     rows = [{**track(7, 1), "is_preferred": True}, {**track(8, 1), "is_preferred": False}]
     publish(lakehouse, TRACK_TABLE, rows, {**TRACKS, "is_preferred": pl.Boolean})
@@ -260,7 +260,7 @@ def test_only_the_hours_are_read(lakehouse: Lakehouse, run: Callable[..., Result
     assert find_newest_hour(table) == NOON + timedelta(hours=4)
 
     def files(**times: datetime) -> int:
-        parts = MeasurementFilter(**times).with_times(table).time_filter("sensor_timestamp")  # type: ignore[arg-type]
+        parts = MeasurementFilter(**times).with_times(table).time_filter("sensor_timestamp")
         return len(list(table.scan(row_filter=all_of(parts)).plan_files()))
 
     assert files() == 1

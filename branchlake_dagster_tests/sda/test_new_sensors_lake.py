@@ -325,5 +325,5 @@ def test_bytes_of_new_kinds_of_sensor_become_tracks_without_a_change_of_the_pack
         errors_km(pl.DataFrame(without), scene), on="sat_no", suffix="_without"
     )
     assert both.height > 30
-    assert both["error_km"].median() < 0.5 * both["error_km_without"].median()  # type: ignore[operator]
+    assert both["error_km"].median() < 0.5 * both["error_km_without"].median()
     assert (both["error_km"] < both["error_km_without"]).mean() > 0.7

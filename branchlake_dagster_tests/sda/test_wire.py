@@ -69,7 +69,7 @@ def test_what_is_sent_is_had_again(kind: str) -> None:
 def test_the_layouts_have_the_documented_sizes_and_offsets() -> None:
     assert RADAR.itemsize == 64
     assert LINK.itemsize == 88
-    offsets = {name: RADAR.fields[name][1] for name in RADAR.names or ()}  # type: ignore[index]
+    offsets = {name: RADAR.fields[name][1] for name in RADAR.names or ()}
     assert offsets["timestamp_ns"] == 8
     assert offsets["range_m"] == 16
     assert offsets["sigma_range_m"] == 48

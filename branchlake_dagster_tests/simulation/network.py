@@ -16,7 +16,7 @@ from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
 T = TypeVar("T")
 URI = "http://in.memory/api/v2"
 
-_REFUSED = requests.ConnectionError(NewConnectionError(None, "refused"))  # type: ignore[arg-type]
+_REFUSED = requests.ConnectionError(NewConnectionError(None, "refused"))
 _LOST = requests.ConnectionError("connection reset")
 _STATUS = {Fault.OVERLOADED: 429, Fault.FAILED: 503, Fault.FAILED_LATE: 500}
 

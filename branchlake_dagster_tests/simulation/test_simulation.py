@@ -128,7 +128,7 @@ _REFERENCES, _DIFF_AT = NessieClient.references, NessieClient.diff_at
 def _always_repeated(
     self: RetryPolicy, attempt: object, *, sleep: object, repeatable: bool = False
 ) -> object:
-    return _RUN(self, attempt, sleep=sleep, repeatable=True)  # type: ignore[arg-type]
+    return _RUN(self, attempt, sleep=sleep, repeatable=True)
 
 
 def _unguarded(self: CommitPlan) -> list[Operation]:
@@ -187,7 +187,7 @@ _OVERLAP = commit_plan.find_overlap
 class _OneKey(made_on_branch.BranchOutput):
     """What a branch made, with no other relatives than the tables of its own keys."""
 
-    normalized_folders = earlier_metadata = frozenset()  # type: ignore[assignment]
+    normalized_folders = earlier_metadata = frozenset()
 
 
 def _everything_named(

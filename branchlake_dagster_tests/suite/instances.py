@@ -94,7 +94,7 @@ def copy_run_databases() -> None:
             except FileExistsError:  # another process was faster
                 make(self, engine, for_index_shard)
 
-    SqliteEventLogStorage._initdb = copy_or_make  # type: ignore[method-assign]
+    SqliteEventLogStorage._initdb = copy_or_make
 
 
 def without_waiting_for_the_disk(engine: Engine) -> None:

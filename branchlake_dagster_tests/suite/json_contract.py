@@ -55,4 +55,4 @@ def check_every_output() -> None:
             check_output(arguments, result.stdout)
         return result
 
-    CliRunner.invoke = checked  # type: ignore[method-assign]
+    CliRunner.invoke = checked

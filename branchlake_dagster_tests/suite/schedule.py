@@ -37,7 +37,7 @@ def arranged(nodeids: list[str], record: Record) -> list[str]:
     """
     seconds: Counter[str] = Counter()
     for nodeid in nodeids:
-        seconds[scope_of(nodeid)] += expected_s(record, nodeid)  # type: ignore[assignment]
+        seconds[scope_of(nodeid)] += expected_s(record, nodeid)
     first_seen = {scope: number for number, scope in enumerate(dict.fromkeys(map(scope_of, nodeids)))}
     return sorted(nodeids, key=lambda nodeid: (-seconds[scope_of(nodeid)], first_seen[scope_of(nodeid)]))
 

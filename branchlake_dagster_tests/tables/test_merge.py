@@ -176,7 +176,7 @@ def test_upserts_leave_what_a_dict_of_rows_holds(
         model |= {tuple(row[key] for key in keys): row for row in rows}
         expected = pa.Table.from_pylist([*model.values(), *without_key], schema).to_pylist()
         assert by_text(rows_of(table)) == by_text(expected)
-        summary = table.current_snapshot().summary  # type: ignore[union-attr]
+        summary = table.current_snapshot().summary
         assert summary is not None
         assert summary["total-records"] == str(len(expected))
         assert summary["branchlake.write_mode"] == "upsert"
@@ -208,9 +208,9 @@ def test_only_files_that_hold_one_of_the_keys_are_written_again(catalog: Catalog
     table = upserted(table, plain(("mon", 102, 1), ("mon", 203, 1)), "id")  # 203 is within bounds, not there
     assert len(before & paths(table)) == 2
     assert len(paths(table)) == 3
-    assert table.current_snapshot().summary.operation is Operation.OVERWRITE  # type: ignore[union-attr]
+    assert table.current_snapshot().summary.operation is Operation.OVERWRITE
     table = upserted(table, plain(("mon", 999, 1)), "id")
-    assert table.current_snapshot().summary.operation is Operation.APPEND  # type: ignore[union-attr]
+    assert table.current_snapshot().summary.operation is Operation.APPEND
     assert len(paths(table)) == 4
 
 
@@ -293,7 +293,7 @@ def test_text_of_more_than_two_gibibytes_is_stored_in_several_chunks(kind: pa.Da
     stored = frame_conversion.to_arrow(frame, None, table_name="shop.t")["s"]
     assert stored.type in (pa.string(), pa.binary())
     lengths = [end - start for start, end in itertools.pairwise(ends)]
-    lengths[1] = None  # type: ignore[call-overload]
+    lengths[1] = None
     assert pc.binary_length(stored).to_pylist() == [*lengths, *lengths[1:3], *lengths[5:]]
     one = pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(np.array([0, size], np.int64)), zeros])
     with pytest.raises(ColumnUnsupported):

@@ -127,7 +127,7 @@ _SLICES = st.lists(
 @pytest.mark.long
 @given(_SLICES, _SLICES)
 def test_a_record_never_says_less_and_is_bounded(mine: list[object], theirs: list[object]) -> None:
-    left, right = ReplacedRows(tuple(mine)), ReplacedRows(tuple(theirs))  # type: ignore[arg-type]
+    left, right = ReplacedRows(tuple(mine)), ReplacedRows(tuple(theirs))
     text = to_json(left)
     assert len(text) <= MAX_CHARACTERS
     assert left.overlaps(right) is right.overlaps(left)

@@ -146,7 +146,7 @@ def picture(page: Page, name: str, *, height: int = 950) -> None:
     if SCREENSHOTS:
         page.wait_for_timeout(2_000)
         part = {"x": 0, "y": 0, "width": 1500, "height": height}
-        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", clip=part)  # type: ignore[arg-type]
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", clip=part)
 
 
 def test_a_launch_ends_in_a_publication_that_can_be_read(page: Page, url: str, lakehouse: Lakehouse) -> None:

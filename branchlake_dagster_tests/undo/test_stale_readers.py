@@ -280,7 +280,7 @@ def test_the_job_and_the_command_request_backfills(
     wrong = run_of(p, source, partition="b")
     published(p, report, partition="b")
     module = ModuleType("stale_readers_project")
-    module.defs = p.definitions  # type: ignore[attr-defined]
+    module.defs = p.definitions
     monkeypatch.setitem(sys.modules, module.__name__, module)
     settings = lakehouse.settings
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(settings.state_dir))

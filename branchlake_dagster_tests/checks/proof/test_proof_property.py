@@ -77,7 +77,7 @@ def found_wrong(made: RandomTables, seed: int) -> tuple[list[str], Counter[str]]
                     columns=(column,),
                     description="",
                     build_condition=lambda _: None,
-                    promise=promise,  # type: ignore[arg-type,return-value]
+                    promise=promise,
                 )
                 outcome = rows.prove(constraint)
                 proved["asked"] += 1

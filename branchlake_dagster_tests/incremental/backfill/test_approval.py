@@ -30,7 +30,7 @@ DAYS = ("2026-08-01", "2026-08-02")
 
 def wanted(requests: Sequence[dg.RunRequest]) -> list[tuple[str, str | None]]:
     """The assets and partitions of runs that a tick requests."""
-    return sorted((one.asset_selection[0].path[-1], one.partition_key) for one in requests)  # type: ignore[index]
+    return sorted((one.asset_selection[0].path[-1], one.partition_key) for one in requests)
 
 
 def approval_of(p: Project, run_id: str) -> str | None:

@@ -263,7 +263,7 @@ def test_failed_partitions_of_the_first_stage_are_computed_anew(p: Project, pipe
     fail_backfill(p.instance, found, p.graph, [(pipeline.events.key, DAYS[1])])
     (launched,) = retried(p, number).launches
     assert (launched.number, launched.partitions, launched.rebuild) == (0, (DAYS[1],), True)
-    tags = p.instance.get_backfill(launched.backfill_id or "").tags  # type: ignore[union-attr]
+    tags = p.instance.get_backfill(launched.backfill_id or "").tags
     assert tags[RunTag.REBUILD] == "true"
     (first, *_) = backfill.report_stage_progress(place(p), number)
     assert (first.failed_count, first.running_count) == (0, 1)

@@ -56,7 +56,7 @@ class Project:
         ]
         resources = {"lakehouse": self.resource}
         with dg.build_sensor_context(instance=self.instance, resources=resources) as context:
-            return sensor.evaluate_tick(context)  # type: ignore[union-attr]
+            return sensor.evaluate_tick(context)
 
     def told(self, result: dg.ExecuteInProcessResult) -> str:
         """All that Dagster has of a run."""

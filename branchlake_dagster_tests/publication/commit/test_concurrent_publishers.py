@@ -279,7 +279,7 @@ def test_a_second_head_of_one_branch_is_not_a_second_publication(bench: Workbenc
     late = one.candidate()
     assert late.head_hash != first.head_hash
     assert bench.publisher.publish([late])[one.name] == replace(
-        bench.publisher.publish([first])[one.name],  # type: ignore[type-var]
+        bench.publisher.publish([first])[one.name],
         is_new=False,
     )
     assert bench.rows() == [("a", 1), ("b", 1)]

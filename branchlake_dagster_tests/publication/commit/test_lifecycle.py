@@ -128,7 +128,7 @@ def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, nam
 
     @dg.asset(key=[namespace, "sneaky"], metadata=table_metadata(require_checks=False), deps=[asset])
     def sneaky(lakehouse: dg.ResourceParam[object]) -> None:
-        catalog = lakehouse.catalog()  # type: ignore[attr-defined]
+        catalog = lakehouse.catalog()
         source = catalog.load_table((namespace, "t"))
         catalog.create_table((namespace, "side"), source.schema())
 

@@ -239,7 +239,7 @@ class Lake(RuleBasedStateMachine):
         """Nobody is dead here."""
         raise AssertionError("asked without a heartbeat")
 
-    report_dead = reports_after  # type: ignore[assignment]
+    report_dead = reports_after
 
     def _branches(self) -> set[str]:
         return {ref.name for ref in self.client.references() if ref.name.startswith("run-")}

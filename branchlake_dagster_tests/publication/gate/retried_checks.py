@@ -38,7 +38,7 @@ class Amounts:
         @dg.asset(
             key=self.inner_key, check_specs=[dg.AssetCheckSpec("positive_inside", asset=self.inner_key)]
         )
-        def inner():  # type: ignore[no-untyped-def]  # Dagster reads the annotation
+        def inner():  # Dagster reads the annotation
             passed = dg.AssetCheckResult(passed=self.value > 0, check_name="positive_inside")
             return dg.MaterializeResult(value=pl.DataFrame({"n": [self.value]}), check_results=[passed])
 

@@ -150,7 +150,7 @@ def test_rows_that_a_failed_repetition_removed_are_not_taken_for_published(
         can_subset=True,
         retry_policy=dg.RetryPolicy(max_retries=1),
     )
-    def both(context, lakehouse: LakehouseResource):  # type: ignore[no-untyped-def]
+    def both(context, lakehouse: LakehouseResource):
         attempts.append(1)
         catalog = lakehouse.catalog()
         catalog.create_namespace_if_not_exists((namespace,))

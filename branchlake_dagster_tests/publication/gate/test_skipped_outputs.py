@@ -85,7 +85,7 @@ def test_a_check_in_the_step_that_skipped_its_asset_is_not_missed(
         check_specs=[dg.AssetCheckSpec("good", asset=key) for key in keys],
         can_subset=True,
     )
-    def pair(lakehouse: LakehouseResource) -> Iterator[dg.MaterializeResult]:  # type: ignore[type-arg]
+    def pair(lakehouse: LakehouseResource) -> Iterator[dg.MaterializeResult]:
         create_with_row(lakehouse, written, 1)
         result = dg.AssetCheckResult(check_name="good", passed=True, asset_key=written)
         yield dg.MaterializeResult(asset_key=written, check_results=[result])
@@ -131,7 +131,7 @@ def test_an_asset_that_failed_needs_its_check_although_a_retry_leaves_it_out(
         return ROWS
 
     @dg.asset(key=key, check_specs=specs)
-    def second() -> dg.MaterializeResult:  # type: ignore[type-arg]
+    def second() -> dg.MaterializeResult:
         raise dg.Failure
 
     with project(lakehouse, first, second, *([] if in_step else [check_of(key)])) as p:

@@ -200,7 +200,7 @@ def test_an_asset_that_alters_its_table_in_its_step_may_be_checked_there(
     key = dg.AssetKey([namespace, "own"])
 
     @dg.asset(key=key, check_specs=[dg.AssetCheckSpec("good", asset=key)])
-    def own(lakehouse: LakehouseResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
+    def own(lakehouse: LakehouseResource) -> dg.MaterializeResult:
         create_with_row(lakehouse, key, 1)
         catalog = spark_like(lakehouse)
         rename_column(catalog, catalog.load_table(tuple(key.path)))

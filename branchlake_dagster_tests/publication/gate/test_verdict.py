@@ -61,7 +61,7 @@ NO_RULES = AssetRules("lake.a", frozenset(), demands_checks=False)
 
 
 def verdict(strict_tables: bool = True, **changes: object) -> Verdict:
-    return judge_evidence(replace(CLEAN, **changes), strict_tables=strict_tables)  # type: ignore[arg-type]
+    return judge_evidence(replace(CLEAN, **changes), strict_tables=strict_tables)
 
 
 def test_changed_columns_of_a_frozen_table_block() -> None:

@@ -117,27 +117,6 @@ def test_a_step_that_ends_before_the_check_may_change_the_table(
         assert p.settle(p.run()).state is RunState.PUBLISHED
 
 
-@pytest.mark.parametrize("in_step", [True, False], ids=["in its step", "in a later step"])
-def test_the_asset_s_own_code_may_change_its_table(
-    lakehouse: Lakehouse, namespace: str, in_step: bool
-) -> None:
-    key = dg.AssetKey([namespace, "own"])
-    specs = [dg.AssetCheckSpec("good", asset=key)] if in_step else []
-
-    @dg.asset(key=key, check_specs=specs)
-    def own(lakehouse: LakehouseResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
-        create_with_row(lakehouse, key, 1)
-        results = [dg.AssetCheckResult(check_name="good", passed=True)] if in_step else []
-        return dg.MaterializeResult(check_results=results)
-
-    @dg.asset_check(asset=own)
-    def is_positive() -> dg.AssetCheckResult:
-        return dg.AssetCheckResult(passed=True)
-
-    with project(lakehouse, own, *([] if in_step else [is_positive])) as p:
-        assert p.settle(p.run()).state is RunState.PUBLISHED
-
-
 def spark_like(lakehouse: LakehouseResource) -> NessieCatalog:
     """A catalog on the run's branch whose commits name neither run nor step, as those of Spark."""
     properties = {f"{COMMIT_PROPERTY}application-type": "iceberg"}
@@ -250,14 +229,14 @@ def test_changes_that_no_check_can_read_are_published(
 
 
 @pytest.mark.parametrize("in_step", [True, False], ids=["in its step", "in a later step"])
-def test_an_asset_may_change_its_table_without_naming_its_step(
+def test_the_asset_s_own_code_may_change_its_table(
     lakehouse: Lakehouse, namespace: str, in_step: bool
 ) -> None:
     key = dg.AssetKey([namespace, "own"])
     specs = [dg.AssetCheckSpec("good", asset=key)] if in_step else []
 
     @dg.asset(key=key, check_specs=specs)
-    def own(lakehouse: LakehouseResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
+    def own(lakehouse: LakehouseResource) -> dg.MaterializeResult:
         create_with_row(lakehouse, key, 1)
         catalog = spark_like(lakehouse)
         add_column(catalog, catalog.load_table(tuple(key.path)))

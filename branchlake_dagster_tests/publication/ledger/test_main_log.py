@@ -41,7 +41,7 @@ class Main:
             self.pages += path.endswith("/history") and method == "GET"
             return answer(method, path, params, body)
 
-        self.server.answer = counted  # type: ignore[method-assign]
+        self.server.answer = counted
         self.client = NessieClient("", transport=DirectTransport(self.server))
         self.commit()
 

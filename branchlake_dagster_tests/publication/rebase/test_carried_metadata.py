@@ -101,7 +101,7 @@ NOT_CARRIED: list[tuple[Callable[[Run], None], str]] = [
     (expire, "snapshots_expired"),
     (partition, "partition_spec"),
     (roll_back, "history_lost"),
-    pytest.param(  # type: ignore[list-item]
+    pytest.param(
         upgrade,
         "format_version_changed",
         marks=pytest.mark.spark,

@@ -146,7 +146,7 @@ def test_other_weeks_are_replayed_and_keep_their_record(
         ]
         record = from_json(replayed["branchlake.replaced"])
         assert replayed["branchlake.run_id"] == two
-        assert record.slices[0][0].low == int(at(9, 0).timestamp() * 1_000_000)  # type: ignore[union-attr]
+        assert record.slices[0][0].low == int(at(9, 0).timestamp() * 1_000_000)
         # The replayed snapshot is compared as the original would have been.
         assert two in w.refused(three).detail
         assert w.main() == [10, 20]

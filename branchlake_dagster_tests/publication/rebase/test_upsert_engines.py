@@ -150,7 +150,7 @@ def test_both_engines_leave_the_same_rows_and_the_same_change(bench: Workbench) 
                 assert text_of(after["spark"]) == text_of(after["pyiceberg"])
                 ours, theirs = (step(before[by], after[by]) for by in ("pyiceberg", "spark"))
                 assert seen_by_rebase(ours) == seen_by_rebase(theirs), (name, keys)
-                operations = {one.current_snapshot().summary.operation for one in after.values()}  # type: ignore[union-attr]
+                operations = {one.current_snapshot().summary.operation for one in after.values()}
                 assert len(operations) == 1, (name, keys, operations)
     finally:
         session.stop()

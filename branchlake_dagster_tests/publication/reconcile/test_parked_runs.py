@@ -79,7 +79,7 @@ def three(lakehouse: Lakehouse, namespace: str) -> Iterator[tuple[Project, str, 
         location = metadata_file(p, ids[1], namespace)
         location.rename(kept(location))
         location.write_text("")
-        yield p, *ids  # type: ignore[misc]
+        yield p, *ids
         for ref in [ref for ref in lakehouse.nessie.references() if ids[1] in ref.name]:
             delete = lakehouse.nessie.delete_tag if ref.type == "TAG" else lakehouse.nessie.delete_branch
             delete(ref.name, expected_hash=ref.hash)

@@ -84,7 +84,7 @@ class AlertLog:
             @dg.asset(
                 key=dg.AssetKey(KEY),
                 metadata=table_metadata(
-                    write_mode=write_mode,  # type: ignore[arg-type]
+                    write_mode=write_mode,
                     layout=["day(tca)"],
                     require_checks=False,
                 ),

@@ -178,7 +178,7 @@ def test_the_servers_may_be_away_for_a_while(
             raise error("away")
         return head()
 
-    follower.reader.head_of_main = look  # type: ignore[method-assign]
+    follower.reader.head_of_main = look
     output = io.StringIO()
 
     def sleep(_: float) -> None:
