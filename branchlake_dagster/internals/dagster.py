@@ -5,8 +5,8 @@ separate transactions. With it, the observations of ten thousand partitions took
 `CopiedByFields` copies a resource without validation. Dagster requests such copies for each run.
 
 Importing this module replaces Dagster's `enter_execution_context` by one that also records which steps run in
-this process, and calls the functions of `call_at_step_end`. Dagster keeps the context of a step in a context
-variable, which the threads that a step starts do not have.
+this process, and calls the functions of `call_at_step_start` and `call_at_step_end`. Dagster keeps the
+context of a step in a context variable, which the threads that a step starts do not have.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ __all__ = [
     "asset_graph_of",
     "build_engine_event",
     "call_at_step_end",
+    "call_at_step_start",
     "fail_backfill",
     "find_context_of_run",
     "find_repository",
@@ -368,6 +369,8 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
         running_context = get_running_context()
         _running_contexts[id(running_context)] = running_context
         try:
+            for action in _start_actions:
+                action(step_context.run_id)
             try:
                 yield context
             except Exception:  # not BaseException: an interrupted step makes no call
@@ -378,7 +381,16 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
             _running_contexts.pop(id(running_context), None)
 
 
+_start_actions: list[Callable[[str], None]] = []
 _end_actions: list[Callable[[str], None]] = []
+
+
+def call_at_step_start(action: Callable[[str], None]) -> None:
+    """Register a function that is called in each step's process, with the run's id, before the code runs.
+
+    The step's resources exist then. An error that the function raises fails the step.
+    """
+    _start_actions.append(action)
 
 
 def call_at_step_end(action: Callable[[str], None]) -> None:

@@ -48,7 +48,26 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
     ancestors = _newest_first(table)
-    earlier = _active_attempts(ancestors, properties)
+    return _undo(table, spec, ancestors, _active_attempts(ancestors, properties), properties)
+
+
+def undo_abandoned_attempts(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
+    """Remove what earlier attempts of a step wrote, if this attempt returns no rows; return the table.
+
+    Like `undo_earlier_attempts`, but for all write modes, and snapshots of this attempt stay.
+    """
+    if LakeProperty.STEP not in properties:
+        return table
+    return _undo(table, spec, _newest_first(table), _late_commits(table, properties), properties)
+
+
+def _undo(
+    table: Table,
+    spec: TableSpec,
+    ancestors: Sequence[Snapshot],
+    earlier: list[Snapshot],
+    properties: Mapping[str, str],
+) -> Table:
     if not earlier:
         return table
     if ancestors[: len(earlier)] == earlier:
@@ -79,6 +98,7 @@ def has_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str
 
 
 def _late_commits(table: Table, properties: Mapping[str, str]) -> list[Snapshot]:
+    """Return the snapshots of other attempts of the step, newest first."""
     attempts = _active_attempts(_newest_first(table), properties)
     return [one for one in attempts if not _has_same_properties(one, properties, _SAME_ATTEMPT)]
 

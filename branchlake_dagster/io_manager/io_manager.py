@@ -255,7 +255,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             catalog = self.lakehouse.own_catalog()
             writer = TableWriter(context, self.lakehouse, catalog, self.spark.own_session)
             consumption = consumption_of(context.step_context, self.lakehouse)
-            table = writer.existing_table(spec) if obj is None else writer.write(request, obj, consumption)
+            table = writer.write_nothing(spec) if obj is None else writer.write(request, obj, consumption)
             is_head_known = True
             if table is not None and consumption is not None:
                 table = outputs.record_consumption(consumption, table)

@@ -242,6 +242,17 @@ class TableWriter:
         except NoSuchTableError:
             return None
 
+    def write_nothing(self, spec: TableSpec) -> Table | None:
+        """Return the table of an asset that returned no frame, or None if it does not exist.
+
+        Rows that earlier attempts of the step returned are removed. Raises RetryNeedsFullRun if they can no
+        longer be separated from other rows.
+        """
+        table = self.existing_table(spec)
+        if table is None:
+            return None
+        return earlier_attempts.undo_abandoned_attempts(table, spec, self._snapshot_properties(spec))
+
     def write(self, request: WriteRequest, value: Any, consumption: Consumption | None) -> Table:
         """Write the frame that an asset returned, and return the table.
 
@@ -282,7 +293,9 @@ class TableWriter:
         arrow_frames.require_rows_inside(rows, schema, spec, plan.selection)
         if spec.requires_unique_keys:
             arrow_frames.require_unique_keys(rows, spec)
-        creation.append(rows, snapshot_properties=self._snapshot_properties(plan, schema))
+        creation.append(
+            rows, snapshot_properties=self._snapshot_properties(spec, _describe_replaced(plan, schema))
+        )
         return creation.commit_transaction()
 
     def _begin_creation(self, plan: WritePlan) -> CreateTableTransaction:
@@ -318,7 +331,7 @@ class TableWriter:
     def _prepare(
         self, plan: WritePlan, table: Table, frame: OutputFrame, changed_keys: pa.Table | None
     ) -> PreparedWrite:
-        properties = self._snapshot_properties(plan, table.schema())
+        properties = self._snapshot_properties(plan.spec, _describe_replaced(plan, table.schema()))
         table = earlier_attempts.undo_earlier_attempts(table, plan.spec, properties)
         if not frame.is_spark:
             stored = table_arrow_schema(table.schema(), table_name=plan.spec.name)
@@ -394,14 +407,11 @@ class TableWriter:
         run = step.dagster_run
         return step.previous_attempt_count > 0 or run.root_run_id not in (None, run.run_id)
 
-    def _snapshot_properties(self, plan: WritePlan, schema: Schema) -> dict[str, str]:
+    def _snapshot_properties(self, spec: TableSpec, replaced: str | None = None) -> dict[str, str]:
         step = self.context.step_context
         run = step.dagster_run
-        predicate = None
-        if plan.selection is not None and plan.spec.write_mode == "replace_partitions":
-            predicate = replaced_rows.to_json(replaced_rows.build_replaced_rows(plan.selection, schema))
         return provenance.build_snapshot_properties(
-            spec=plan.spec,
+            spec=spec,
             asset=self.context.asset_key.to_user_string(),
             partitions=provenance.output_partition_keys(self.context),
             code_version=self.context.asset_spec.code_version,
@@ -409,8 +419,15 @@ class TableWriter:
             root_run_id=run.root_run_id or run.run_id,
             step=step.step.key,
             attempt=step.previous_attempt_count + 1,
-            replaced=predicate,
+            replaced=replaced,
         )
+
+
+def _describe_replaced(plan: WritePlan, schema: Schema) -> str | None:
+    """Return the predicate of the rows that a write replaces, as JSON; None if it replaces no partitions."""
+    if plan.selection is None or plan.spec.write_mode != "replace_partitions":
+        return None
+    return replaced_rows.to_json(replaced_rows.build_replaced_rows(plan.selection, schema))
 
 
 def _plan_upsert(prepared: PreparedWrite) -> upserts.UpsertPlan | SparkReason | None:

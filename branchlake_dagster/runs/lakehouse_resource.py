@@ -19,6 +19,7 @@ from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.internals.dagster import (
     call_at_step_end,
+    call_at_step_start,
     find_context_of_run,
     get_running_context,
     report_engine_event,
@@ -75,6 +76,8 @@ _heartbeats = SharedHeartbeats()
 _first_use = threading.Lock()
 _branches: WeakValueDictionary[tuple[int, str, Settings], RunBranch] = WeakValueDictionary()
 """The branches by process, run and lake. All copies of a resource in one run share a branch."""
+_resources: WeakValueDictionary[tuple[int, str, Settings], LakehouseResource] = WeakValueDictionary()
+"""The newest resource of each branch, by the same keys."""
 
 
 class LakehouseResource(LakeConfig):
@@ -149,7 +152,9 @@ class LakehouseResource(LakeConfig):
             return
         with _first_use:
             run_branch = shared_branch or self._build_run_branch(run, instance, context.log)
-            self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), run_branch)
+            key = (os.getpid(), run.run_id, settings)
+            self._run_branch = _branches.setdefault(key, run_branch)
+            _resources[key] = self
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
@@ -254,7 +259,7 @@ class LakehouseResource(LakeConfig):
     def _undo_earlier_attempts(self, branch: RunBranch, location: RunLocation) -> None:
         """Remove the rows that the code of earlier attempts of the running step wrote.
 
-        This happens at the step's first access to the lake, and only if the step was attempted before.
+        This happens once for each attempt, and only if the step was attempted before.
         """
         step = find_running_step(branch.run_id)
         key = step.key
@@ -280,6 +285,20 @@ class LakehouseResource(LakeConfig):
                 _log.warning("Removed the rows that an earlier attempt of step %s wrote to %s.", key, names)
 
         branch.run_at_first_access(key, step.attempt, undo)
+
+    def start_step(self) -> None:
+        """Remove what the code of earlier attempts of the running step wrote, if the run has a branch.
+
+        So nothing of it is left if this attempt does not use the lake. Cost: none for a step that was not
+        attempted before. Otherwise as for `undo_earlier_attempts`.
+        """
+        branch = self._run_branch
+        if branch is None or not (self._retries_parent or find_running_step(branch.run_id).attempt > 1):
+            return
+        with contextlib.suppress(RetryNeedsFullRun):  # raised again by a step that needs a table
+            if not branch.take_over():
+                return
+        self.open_branch()
 
     def require_writable(self) -> None:
         """Raise ReadOnlyReference in a run that repeats checks for the publisher."""
@@ -378,4 +397,17 @@ def record_branch_heads(run_id: str) -> None:
             branch.record_head()
 
 
+def undo_repeated_steps(run_id: str) -> None:
+    """Remove what earlier attempts of the running step wrote to the lakes of a run.
+
+    See `LakehouseResource.start_step`.
+    """
+    with _first_use:
+        resources = list(_resources.items())
+    for (process, owner, _), resource in resources:
+        if process == os.getpid() and owner == run_id:
+            resource.start_step()
+
+
+call_at_step_start(undo_repeated_steps)
 call_at_step_end(record_branch_heads)

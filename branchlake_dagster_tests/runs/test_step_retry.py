@@ -13,7 +13,7 @@ from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
-from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.specification import WriteMode, table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
 
@@ -186,3 +186,53 @@ def test_sql_exists_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespa
         outcome = p.settle(p.run())
         assert outcome.state is RunState.PUBLISHED, outcome
         assert rows(p, namespace, "t") == [10, 11]
+
+
+@pytest.mark.parametrize("mode", ["append", "replace_table"])
+def test_a_later_attempt_that_returns_nothing_takes_out_what_the_earlier_one_returned(
+    lakehouse: Lakehouse, namespace: str, mode: WriteMode
+) -> None:
+    attempts: list[int] = []
+
+    @dg.multi_asset(
+        outs={"t": dg.AssetOut(key=[namespace, "t"], metadata={**FREE, **table_metadata(write_mode=mode)})},
+        retry_policy=ONE,
+    )
+    def stored() -> Iterator[dg.Output]:
+        attempts.append(len(attempts))
+        frame = pl.DataFrame({"n": [len(attempts)]})
+        yield dg.Output(None if len(attempts) == 3 else frame, output_name="t")
+        if len(attempts) == 2:
+            raise RuntimeError("after the output")
+
+    with project(lakehouse, stored) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        assert p.settle(p.run()).state is not RunState.FAILED
+        assert len(attempts) == 3
+        assert rows(p, namespace, "t") == [1]
+
+
+@pytest.mark.parametrize("by_re_execution", [False, True])
+def test_a_later_attempt_that_does_not_use_the_lake_takes_out_what_the_earlier_one_wrote(
+    lakehouse: Lakehouse, namespace: str, by_re_execution: bool
+) -> None:
+    first = seed(namespace)
+    attempts: list[int] = []
+
+    @dg.asset(
+        key=[namespace, "writer"],
+        deps=[first],
+        metadata=FREE,
+        retry_policy=None if by_re_execution else ONE,
+    )
+    def writer(lakehouse: LakehouseResource) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            add(lakehouse, namespace, 1)
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, writer) as p:
+        run_id = p.run(ok=not by_re_execution)
+        run_id = retry(p, run_id) if by_re_execution else run_id
+        assert p.settle(run_id).state is RunState.PUBLISHED
+        assert rows(p, namespace, "t") == [0]
