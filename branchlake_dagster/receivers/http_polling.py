@@ -74,7 +74,8 @@ class HttpConfig:
         most_pause_s: The longest pause between two attempts, however often they fail.
         most_retry_after_s: The longest ``Retry-After`` that is obeyed.
         remembered_items: The number of items that are remembered, to recognize duplicates.
-        headers: Headers of each request. They may contain a token.
+        headers: Headers of each request. They may contain a token, so they are sent to ``url`` only: with
+            headers, redirects are not followed.
 
     """
 
@@ -280,7 +281,9 @@ class HttpSource:
         query = {"since": str(since), "limit": str(self.config.limit), "wait_ms": str(wait_ms)}
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s + wait_ms / 1_000)
         try:
-            async with session.get(self.config.url, params=query, timeout=timeout) as answer:
+            async with session.get(
+                self.config.url, params=query, timeout=timeout, allow_redirects=not self.config.headers
+            ) as answer:
                 if answer.status != 200:
                     raise self._to_page_error(answer)
                 body = bytearray()
@@ -303,9 +306,15 @@ class HttpSource:
         retry_after_s = self._parse_retry_after(answer.headers.get("Retry-After"))
         # A request that was refused will be refused again, so wait longer.
         default_wait_s = self.config.most_pause_s if kind == "refused" else None
+        message = f"{self.address} answered {answer.status}"
+        if 300 <= answer.status < 400 and (location := answer.headers.get("Location")):
+            message += (
+                f" and refers to {without_credentials(location)}. Headers go to the configured URL only:"
+                " if you trust this address, configure it."
+            )
         return _InvalidPageError(
             kind,
-            f"{self.address} answered {answer.status}",
+            message,
             default_wait_s if retry_after_s is None else retry_after_s,
         )
 

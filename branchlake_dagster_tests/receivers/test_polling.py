@@ -274,6 +274,35 @@ def test_an_answer_that_is_no_page_is_asked_for_again(faults: list[web.StreamRes
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("headers", [(("X-Token", "secret"),), ()], ids=["with token", "without token"])
+def test_a_token_is_not_sent_where_an_answer_refers_to(headers: tuple[tuple[str, str], ...]) -> None:
+    async def play() -> None:
+        archive, tokens = Archive(item(1)), list[str | None]()
+
+        async def elsewhere(request: web.Request) -> web.StreamResponse:
+            tokens.append(request.headers.get("X-Token"))
+            return await archive.answer(request)
+
+        async with serving(elsewhere) as target:
+
+            async def refer(request: web.Request) -> web.StreamResponse:
+                raise web.HTTPTemporaryRedirect(f"{target}?{request.query_string}")
+
+            async with serving(refer) as url:
+                sink = MemorySink()
+                intake = asking(url, sink, headers=headers)
+                async with running(intake) as receivers:
+                    if headers:
+                        await until(lambda: receivers.health().reasons)
+                        assert intake.counts.events["requests_refused"]
+                        assert target in receivers.health().reasons[0]
+                    else:
+                        await until(lambda: sink.records)
+        assert "secret" not in tokens
+
+    asyncio.run(play())
+
+
 def test_retry_after_is_kept_to_and_bounded() -> None:
     async def play() -> None:
         archive, sink = Archive(item(1)), MemorySink()

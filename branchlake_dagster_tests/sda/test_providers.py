@@ -374,6 +374,15 @@ def test_a_refused_login_is_reported_without_the_password(server, clock, space_t
         space_track.pull(clock.around)
 
 
+def test_the_password_is_not_sent_where_a_login_refers_to(server, clock, space_track):
+    server.answer = lambda _n, path: (
+        (307, {"Location": "/elsewhere"}, b"") if "login" in path else gate()(_n, path)
+    )
+    with pytest.raises(ProviderLoginFailed):
+        space_track.pull(clock.around)
+    assert [path for _, path, _, _ in server.asked] == ["/ajaxauth/login"]
+
+
 def test_a_failing_query_never_shows_the_password(server, clock, space_track):
     server.answer = lambda _n, _p: None
     with pytest.raises(ProviderUnavailable) as caught:

@@ -97,7 +97,8 @@ class Downloader:
     ) -> ProviderAnswer:
         """Send a GET request, or with `form` a POST request, and return the answer.
 
-        Statuses 408, 429 and 5xx are retried; any other status is returned, refusals included.
+        Statuses 408, 429 and 5xx are retried; any other status is returned, refusals included. Redirects of
+        a POST request are returned too: the form, with its password, is sent to `url` only.
         `before_attempt` is called before every attempt.
 
         Raises:
@@ -147,7 +148,13 @@ class Downloader:
         try:
             with closing(
                 self._session.request(
-                    method, url, headers=headers, data=form, timeout=self._timeouts, stream=True
+                    method,
+                    url,
+                    headers=headers,
+                    data=form,
+                    timeout=self._timeouts,
+                    stream=True,
+                    allow_redirects=form is None,
                 )
             ) as response:
                 response_headers = {name.lower(): value for name, value in response.headers.items()}
