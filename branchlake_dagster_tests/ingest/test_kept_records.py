@@ -37,6 +37,8 @@ from branchlake_dagster.ingest.raw_reprocessing import (
 from branchlake_dagster.ingest.raw_slice import RawReprocessingResult
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.undo.find_publication import find_publication
+from branchlake_dagster.undo.publication_undo import PublicationUndo
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.test_unwritable import ANY_TIME, NANOSECONDS
@@ -298,11 +300,25 @@ def test_only_rows_that_differ_are_changes(keeping: Callable[..., tuple[Driver, 
     drive.batch()
     before = drive.table(0)
     drive.ingest = replace(drive.ingest, format=decoder(factor=3))
+    base_hash = drive.lake.nessie.reference("main").hash
     place, result = decode_again(drive, "run-1")
     assert result is not None
     assert result.counts["rows_update"] == 2
-    assert drive.merge(place)
+    assert isinstance(drive.publish_run(place, base_hash), Published)
     assert changed_rows(drive.table(0), before) == ([(0, 15), (2, 15)], [(0, 5), (2, 5)])
+
+    # Its undo restores the rows. The next decoding changes them again, and nothing is read twice.
+    PublicationUndo.of_lake(drive.lake).undo(find_publication(drive.lake.nessie, "run-1"))
+    assert [number for _, number, _ in rows(drive)] == [5, 0, 5, 0]
+    kafka.send(topic, [b"4:1"])
+    drive.batch()
+    assert [number for _, number, _ in rows(drive)] == [5, 0, 5, 0, 3]
+    place, result = decode_again(drive, "run-2")
+    assert result is not None
+    assert result.counts["rows_update"] == 2
+    assert drive.merge(place)
+    assert [number for _, number, _ in rows(drive)] == [15, 0, 15, 0, 3]
+    assert len(kept(drive)) == 5
 
 
 @pytest.mark.parametrize("slice_records", [None, 1])
