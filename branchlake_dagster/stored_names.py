@@ -121,6 +121,9 @@ class EventMetadata:
     BASE_HASH = "branchlake/base_hash"
     BRANCH_HEAD = "branchlake/branch_head"
     """The hash of the run's branch after a write: on materializations, and on engine events."""
+    SPARK_APPLICATION = "branchlake/spark_application"
+    """On an engine event: the id of the Spark application whose session the code of the step uses. Since
+    0.2.0."""
     SNAPSHOT_ID = "branchlake/snapshot_id"
     WRITE_MODE = "branchlake/write_mode"
     UPSERT_ENGINE = "branchlake/upsert_engine"

@@ -118,6 +118,7 @@ def collect_evidence(
     read_tables: set[str] = set()
     unnamed_reads: set[str] = set()
     heads: list[RecordedHead] = []
+    applications: set[str] = set()
     attempts: Counter[tuple[str, str | None]] = Counter()
     step_starts: dict[tuple[str, str | None], EventPosition] = {}
     step_ends: dict[StepOfRun, EventPosition] = {}
@@ -170,6 +171,8 @@ def collect_evidence(
             read_tables |= _get_json_set(event, EventMetadata.READ_TABLES)
             unnamed_reads |= _get_json_set(event, EventMetadata.UNNAMED_READS)
             heads += _find_heads(position, record, _event_metadata(event))
+            if application := _event_metadata(event).get(EventMetadata.SPARK_APPLICATION):
+                applications.add(str(application.value))
         else:
             materialization = event.step_materialization_data.materialization
             heads += _find_heads(position, record, materialization.metadata)
@@ -205,6 +208,7 @@ def collect_evidence(
         read_tables=frozenset(read_tables),
         unnamed_reads=frozenset(unnamed_reads),
         recorded_heads=tuple(heads),
+        spark_applications=frozenset(applications),
         step_ends=step_ends,
         run_ids=tuple(run.run_id for run in runs),
         repeated_steps={
@@ -590,6 +594,7 @@ class Assessor:
             entries,
             evidence.branch_heads,
             {run.run_id for run in runs},
+            evidence.spark_applications,
         )
 
 

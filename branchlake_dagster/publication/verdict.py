@@ -165,6 +165,8 @@ class RunEvidence:
     """Descriptions of reads by serializable assets whose tables are not known."""
     recorded_heads: tuple[RecordedHead, ...] = ()
     """The branch hashes that the runs recorded after their writes."""
+    spark_applications: frozenset[str] = frozenset()
+    """The ids of the Spark applications whose sessions the code of the runs used."""
     step_ends: Mapping[StepOfRun, EventPosition] = field(default_factory=dict)
     """The last end of each step. A step that was killed has none."""
     run_ids: tuple[str, ...] = ()

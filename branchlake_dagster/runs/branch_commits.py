@@ -72,6 +72,25 @@ def find_added_snapshots(
     ]
 
 
+_SPARK_APPLICATION = "spark.app.id"
+"""The entry of a snapshot's summary in which Spark records the id of its application."""
+
+
+def find_deleting_application(snapshot: Snapshot) -> str | None:
+    """Return the id of the Spark application that deleted whole files without naming its run.
+
+    Spark runs TRUNCATE, and DELETE of whole files, as a change of the metadata alone. These snapshots lack
+    the session's snapshot properties. Returns None for all other snapshots.
+    """
+    summary = snapshot.summary
+    if summary is None or summary.operation is not Operation.DELETE:
+        return None
+    entries = summary.additional_properties
+    if any(name.startswith(LakeProperty.PREFIX) for name in entries):
+        return None
+    return entries.get(_SPARK_APPLICATION)
+
+
 _CLIENT_PROPERTY = "application-type"
 """The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
 
@@ -87,6 +106,7 @@ class BranchCommits:
         entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
         recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
         run_ids (Collection[str]): The runs that worked on the branch.
+        applications (Collection[str]): The ids of the Spark applications that the runs recorded.
     """
 
     branch: str
@@ -95,6 +115,7 @@ class BranchCommits:
     entries: Sequence[LogEntry]
     recorded_heads: Collection[str]
     run_ids: Collection[str]
+    applications: Collection[str] = ()
 
     @cached_property
     def newest_locations(self) -> dict[str, str]:
@@ -109,7 +130,8 @@ class BranchCommits:
         1. The branch contains every recorded head. Otherwise it was set back, or Nessie was restored from an
            older copy.
         2. One of the runs made every commit: the commit's properties name the run or, for Spark, the
-           summaries of the added snapshots do.
+           summaries of the added snapshots do. A delete of whole files by Spark names only the Spark
+           application, so this must be an application that one of the runs recorded.
         3. The newest commit was recorded. No check has seen a later commit.
 
         `read_metadata` is called only for Spark commits that add a snapshot. A Spark commit without a
@@ -157,7 +179,8 @@ class BranchCommits:
     def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
         """Return whether one of the runs made the snapshot, or its operation `replace` changes no rows.
 
-        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
+        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties. So do its
+        deletes of whole files: the run's Spark application must have made them.
         """
         summary = snapshot.summary
         if summary is None:
@@ -165,6 +188,7 @@ class BranchCommits:
         return (
             summary.operation is Operation.REPLACE
             or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
+            or find_deleting_application(snapshot) in self.applications
         )
 
     def _format_commit(self, entry: LogEntry) -> str:

@@ -37,6 +37,7 @@ from branchlake_dagster.runs.retries import (
 )
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by
+from branchlake_dagster.runs.session_uses import BranchTimeline, load_timeline
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
@@ -122,6 +123,7 @@ class LakehouseResource(LakeConfig):
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
     _retries_parent: bool = PrivateAttr(default=False)
     _load_finished: Callable[..., Set[AssetKey]] | None = PrivateAttr(default=None)
+    _load_timeline: Callable[[str], BranchTimeline] | None = PrivateAttr(default=None)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Bind the resource to the run.
@@ -140,6 +142,7 @@ class LakehouseResource(LakeConfig):
             return
         self._instance = load_instance_id(instance)
         self._load_finished = partial(load_finished_assets, instance)
+        self._load_timeline = partial(load_timeline, instance)
         self._ended = lambda: (
             (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
         )
@@ -202,6 +205,12 @@ class LakehouseResource(LakeConfig):
             message = f"Branch {branch} is at {hash_[:16]}."
             report_engine_event(instance, message, run, metadata, step_key=step_key)
 
+        def report_application(branch: str, application: str) -> None:
+            metadata = {EventMetadata.SPARK_APPLICATION: MetadataValue.text(application)}
+            step_key = find_running_step(run_id).key
+            message = f"The step's code uses Spark application {application} on branch {branch}."
+            report_engine_event(instance, message, run, metadata, step_key=step_key)
+
         settings = self.lakehouse.settings
         leases = RunLeases(
             lambda: self.lakehouse.nessie,
@@ -223,6 +232,7 @@ class LakehouseResource(LakeConfig):
             warn=(log or _log).warning,
             hold_leases=leases.ensure_held,
             report_head=report_head,
+            report_application=report_application,
         )
 
     @property
@@ -279,6 +289,7 @@ class LakehouseResource(LakeConfig):
                 TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
                 {**self.maker_properties(), LakeProperty.CODE_OF_STEP: key},
                 {name for asset in finished if (name := find_table_name(asset, namespace))},
+                load_timeline=partial(self._load_timeline, location.branch) if self._load_timeline else None,
             )
             if tables:
                 names = ", ".join(tables)

@@ -2,13 +2,14 @@
 
 A retry of a run takes over its parent's branch. A step that is attempted again must not repeat the rows that
 its code wrote, by SQL in the run's Spark session or through the catalog. Such commits name the step, and a
-later attempt restores the tables to their state before the first of these commits. The IO manager handles the
-rows that a step returns.
+later attempt restores the tables to their state before the first of these commits. Spark's deletes of whole
+files name no step; the events of the runs show which step made them (`session_uses`). The IO manager handles
+the rows that a step returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -27,6 +28,7 @@ from branchlake_dagster.nessie.model import (
 from branchlake_dagster.runs.branch_commits import (
     ReadMetadata,
     find_added_snapshots,
+    find_deleting_application,
     iter_put_tables,
     newest_metadata_locations,
 )
@@ -46,6 +48,7 @@ from branchlake_dagster.runs.run_tags import (
     find_run_location,
     is_judged,
 )
+from branchlake_dagster.runs.session_uses import BranchTimeline
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
@@ -181,6 +184,8 @@ class _CommitWriter(Enum):
     NOBODY = auto()
     """The commit does not name a writer and adds no rows, like Spark's CREATE TABLE."""
     OTHER = auto()
+    UNCERTAIN = auto()
+    """This step or another one: it deleted whole files in a Spark session that both could use."""
 
 
 @dataclass
@@ -204,27 +209,40 @@ def undo_earlier_attempts(
     read_metadata: ReadMetadata,
     properties: Mapping[str, str],
     finished_tables: Collection[str] = (),
+    load_timeline: Callable[[], BranchTimeline] | None = None,
 ) -> tuple[str, ...]:
     """Restore the tables that the code of earlier attempts of `step` wrote, and return their names.
 
     Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
     access to the lake by a step that was attempted before. `finished_tables` are the dotted names of tables
     that an earlier attempt has finished and that this attempt does not write; they stay as they are.
+    `load_timeline` loads which steps could use Spark sessions; None if that is not known.
 
     Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each
-    table of each commit since the base without the property `CODE_OF_STEP`.
+    table of each commit since the base without the property `CODE_OF_STEP`. The timeline is loaded only if
+    Spark has deleted whole files.
 
     Raises:
-        RetryNeedsFullRun: Another step has written to one of the tables since. Nothing was changed.
+        RetryNeedsFullRun: Another step has written to one of the tables since, or it is not certain which
+            step deleted files. Nothing was changed.
         NessieConflict: Another writer committed to one of the tables at the same time. Nothing was changed.
     """
     head = client.reference(branch)
     entries = list(client.log(head.pinned_ref, since=base_hash, fetch_operations=True))
     keys = {operation.key for entry in entries for operation in entry.operations}
     base_contents = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
-    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata)
+    deletes = _SparkDeletes(step, base_hash, entries, load_timeline)
+    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata, deletes)
     histories = {key: history for key, history in all_histories.items() if key.name not in finished_tables}
     for key, history in histories.items():
+        if _CommitWriter.UNCERTAIN in history.writers:
+            raise RetryNeedsFullRun(
+                f"Spark has deleted files of the table. It is not certain whether an earlier attempt of step"
+                f" {step} or another step did that.",
+                table=key.name,
+                branch=branch,
+                hint="Re-execute all steps; the new run starts from today's main.",
+            )
         if _CommitWriter.OTHER in history.writers:
             raise RetryNeedsFullRun(
                 f"An earlier attempt of step {step} wrote to the table, and another step has written to"
@@ -245,15 +263,50 @@ def undo_earlier_attempts(
     return tuple(key.name for key in sorted(histories))
 
 
+class _SparkDeletes:
+    """Finds the writers of Spark's deletes of whole files, which name no step.
+
+    `entries` are the commits of the branch since `base_hash`, newest first. `load_timeline` is called once,
+    at the first such delete.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        base_hash: str,
+        entries: Sequence[LogEntry],
+        load_timeline: Callable[[], BranchTimeline] | None,
+    ) -> None:
+        self._step = step
+        self._numbers = {base_hash: 0} | {
+            entry.commit.hash: number for number, entry in enumerate(reversed(entries), 1)
+        }
+        self._load_timeline = load_timeline
+        self._timeline: BranchTimeline | None = None
+
+    def find_writer(self, application: str, commit_hash: str) -> _CommitWriter:
+        if self._timeline is None:
+            self._timeline = self._load_timeline() if self._load_timeline is not None else BranchTimeline()
+        number = self._numbers[commit_hash]
+        steps = self._timeline.find_possible_steps(application, number, self._numbers)
+        if steps == {self._step}:
+            return _CommitWriter.OWN_CODE
+        # No step: the code may have kept a session that an earlier step had opened.
+        is_uncertain = not steps or self._step in steps or None in steps
+        return _CommitWriter.UNCERTAIN if is_uncertain else _CommitWriter.OTHER
+
+
 def _find_own_tables(
     oldest_first: Sequence[LogEntry],
     contents: dict[ContentKey, Content],
     step: str,
     read_metadata: ReadMetadata,
+    deletes: _SparkDeletes,
 ) -> dict[ContentKey, _TableHistory]:
     """Find the tables that the step's own code changed and whose present content differs from before.
 
-    `contents` are the contents of all changed keys at the base; they are changed in place.
+    `contents` are the contents of all changed keys at the base; they are changed in place. A table that the
+    step may have changed counts too.
     """
     snapshots = {
         table.content_id or "": table.snapshot_id
@@ -268,9 +321,10 @@ def _find_own_tables(
             if not isinstance(operation, Put | Delete):
                 continue
             writer = _writer_of_operation(
-                entry, operation, step, snapshots, read_metadata, metadata_locations
+                entry, operation, step, snapshots, read_metadata, metadata_locations, deletes
             )
-            if writer is _CommitWriter.OWN_CODE and _is_table_operation(operation, contents.get(key)):
+            is_possibly_own = writer in (_CommitWriter.OWN_CODE, _CommitWriter.UNCERTAIN)
+            if is_possibly_own and _is_table_operation(operation, contents.get(key)):
                 histories.setdefault(key, _TableHistory(contents.get(key)))
             if key in histories:
                 histories[key].writers.add(writer)
@@ -300,6 +354,7 @@ def _writer_of_operation(
     snapshots: dict[str, int],
     read_metadata: ReadMetadata,
     metadata_locations: Mapping[str, str],
+    deletes: _SparkDeletes,
 ) -> _CommitWriter:
     properties = entry.commit.properties
     if LakeProperty.CODE_OF_STEP in properties:
@@ -313,10 +368,17 @@ def _writer_of_operation(
     if new_snapshots is None:
         return _CommitWriter.OTHER  # the writer can no longer be found
     writers = {
-        _writer_of_snapshot(snapshot.summary.additional_properties if snapshot.summary else {}, step)
+        deletes.find_writer(application, entry.commit.hash)
+        if (application := find_deleting_application(snapshot)) is not None
+        else _writer_of_snapshot(snapshot.summary.additional_properties if snapshot.summary else {}, step)
         for snapshot in new_snapshots
     }
-    for writer in (_CommitWriter.OTHER, _CommitWriter.OWN_CODE, _CommitWriter.IO_MANAGER):
+    for writer in (
+        _CommitWriter.UNCERTAIN,
+        _CommitWriter.OTHER,
+        _CommitWriter.OWN_CODE,
+        _CommitWriter.IO_MANAGER,
+    ):
         if writer in writers:
             return writer
     return _CommitWriter.NOBODY

@@ -82,6 +82,7 @@ class RunBranch:
         warn: Logs that warning.
         hold_leases: Ensures the run's leases, before the branch is created and at each access.
         report_head: Stores a hash of the branch in the run's log; see `record_head`.
+        report_application: Stores the id of a Spark application in the run's log; see `record_application`.
     """
 
     def __init__(
@@ -96,9 +97,13 @@ class RunBranch:
         warn: Callable[[str], None] = _log.warning,
         hold_leases: Callable[[RunLocation | None], None] = lambda _: None,
         report_head: Callable[[str, str], None] = lambda *_: None,
+        report_application: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self._hold_leases = hold_leases
         self._report_head = report_head
+        self._report_application = report_application
+        self._recorded_applications: set[tuple[str, str | None, int]] = set()
+        self._used_by_spark = False
         self._recorded_heads: set[str] = set()
         self._used_since_record = False
         self._used_by_code = False
@@ -163,8 +168,26 @@ class RunBranch:
         """
         self._used_by_code = True
 
+    def record_application(self, application: str, step: str | None, attempt: int) -> None:
+        """Record that the code of a step uses a session of a Spark application, once for each attempt.
+
+        Called before the code gets the session. Spark's deletes of whole files name no run, but an
+        application. The publisher accepts them from recorded applications, and a repeated step finds by these
+        records which deletes are its own. Costs one event in the run's log.
+        """
+        location, use = self.open(), (application, step, attempt)
+        if location.unbranched:
+            return
+        self._used_by_spark = True
+        with self._access_lock:
+            if use not in self._recorded_applications:
+                self._report_application(location.branch, application)
+                self._recorded_applications.add(use)
+
     def record_head(self) -> None:
         """Record the branch's hash as one that this run wrote, unless it is recorded already.
+
+        After a use by Spark, it is recorded again: that shows which deletes the step can have made.
 
         Called when a step ends and when the process releases its resources. The publisher refuses a
         branch whose head no run recorded.
@@ -178,18 +201,20 @@ class RunBranch:
                 return
             # Reset before the request, so that a use during the request is recorded by the next call.
             self._used_since_record = self._used_by_code = False
+            is_used_by_spark, self._used_by_spark = self._used_by_spark, False
         try:
             head = self._client().reference(location.branch).hash
-            if head != location.base_hash and head not in self._recorded_heads:
+            is_recorded = head == location.base_hash or head in self._recorded_heads
+            if is_used_by_spark or not is_recorded:
                 self._report_head(location.branch, head)
                 self._recorded_heads.add(head)
         except ReferenceNotFound:
             return  # the run was fenced, or published already
         except NessieError as error:
-            self._used_since_record = True
+            self._used_since_record, self._used_by_spark = True, is_used_by_spark
             _log.warning("The head of branch %s could not be recorded: %s", location.branch, error)
         except BaseException:
-            self._used_since_record = True
+            self._used_since_record, self._used_by_spark = True, is_used_by_spark
             raise
 
     def note_recorded_head(self, hash_: str) -> None:

@@ -16,7 +16,7 @@ from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
-from branchlake_dagster.spark.session import is_connect
+from branchlake_dagster.spark.session import find_application, is_connect
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import ReadsUnknown
 
@@ -112,9 +112,13 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         if run_branch is not None:
             run_branch.note_use_by_code()
         session = self.own_session()
-        step = find_running_step(None if run_branch is None else run_branch.run_id).key
-        if step is not None and self._holds is not None:
-            _sessions.name_step(self._holds, step)
+        step = find_running_step(None if run_branch is None else run_branch.run_id)
+        if self._holds is not None:
+            if step.key is not None:
+                _sessions.name_step(self._holds, step.key)
+            application = _sessions.find_application(self._holds) if run_branch is not None else None
+            if run_branch is not None and application is not None:
+                run_branch.record_application(application, step.key, step.attempt)
         return session
 
     def _open_session(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
@@ -136,6 +140,7 @@ class _SharedSessions:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
         self._steps: dict[tuple[str, str], str] = {}
+        self._applications: dict[tuple[str, str], str | None] = {}
 
     def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
         with self._lock:
@@ -154,6 +159,16 @@ class _SharedSessions:
                 session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
                 self._steps[key] = step
 
+    def find_application(self, key: tuple[str, str]) -> str | None:
+        """Return the id of the Spark application in which the session of `key` runs; None if it is unknown.
+
+        Asks Spark once for each session.
+        """
+        with self._lock:
+            if key not in self._applications and key in self._open:
+                self._applications[key] = find_application(self._open[key][0])
+            return self._applications.get(key)
+
     def release(self, key: tuple[str, str]) -> None:
         with self._lock:
             session, users = self._open.pop(key)
@@ -161,6 +176,7 @@ class _SharedSessions:
                 self._open[key] = (session, users - 1)
                 return
             self._steps.pop(key, None)
+            self._applications.pop(key, None)
             if is_connect(session):
                 session.stop()  # a classic session shares its JVM with the others
 

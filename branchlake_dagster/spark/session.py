@@ -145,6 +145,14 @@ def is_connect(session: SparkSession) -> bool:
     return type(session).__module__.startswith("pyspark.sql.connect")
 
 
+def find_application(session: SparkSession) -> str | None:
+    """Return the id of the Spark application in which a session runs; None if Spark does not report it.
+
+    All Connect sessions of a server run in one application. Costs one request to Spark.
+    """
+    return session.conf.get("spark.app.id", None)
+
+
 @contextmanager
 def translate_refusals() -> Iterator[None]:
     """Turn "not authorized" and "forbidden" errors of Spark's Nessie client into NessieUnauthorized.

@@ -58,6 +58,7 @@ NOT_STORED = {
     "branchlake/reprocess_raw": "on a run that decodes kept records again, and of no use after it",
     "branchlake/read_untold": "on a run that read by Spark what its plan does not name",
     "branchlake/when_matched": "on an asset's definition, which Dagster loads anew from the code",
+    "branchlake/spark_application": "on a run whose code used Spark, which version 0.1.0 did not record",
     "branchlake/stored_rows": "marks a type of Dagster in the memory of a process",
 }
 """Names that the stored lake does not have, with the reason."""

@@ -7,15 +7,18 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import WriteMode, table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.spark_deletes import APPLICATION, delete_files, open_session
 
 lakehouse = memory.lakehouse
 
@@ -170,6 +173,82 @@ def test_a_retry_of_single_assets_keeps_what_the_step_had_finished(
         assert (rows(p, namespace, "t"), rows(p, namespace, "u")) == ([1], [1])
 
 
+@pytest.mark.parametrize("again", ["step", "run"])
+def test_files_that_a_failed_attempt_deleted_by_spark_are_back(
+    lakehouse: Lakehouse, namespace: str, again: str
+) -> None:
+    first, fails = seed(namespace), [True]
+
+    @dg.asset(key=[namespace, "other"], deps=[first], metadata=FREE)
+    def other(lakehouse: LakehouseResource) -> pl.DataFrame:
+        open_session(lakehouse)
+        return pl.DataFrame({"n": [7]})
+
+    @dg.asset(
+        key=[namespace, "writer"],
+        deps=[other],
+        metadata=FREE,
+        retry_policy=ONE if again == "step" else None,
+    )
+    def writer(lakehouse: LakehouseResource) -> None:
+        lakehouse.open_branch()
+        if fails[0]:
+            fails[0] = False
+            open_session(lakehouse)
+            delete_files(lakehouse, first.key)
+            raise RuntimeError("after the delete")
+
+    with project(lakehouse, first, other, writer) as p:
+        run_id = p.run() if again == "step" else retry(p, p.run(ok=False))
+        outcome = p.settle(run_id)
+        assert outcome.state is RunState.PUBLISHED, outcome
+        assert rows(p, namespace, "t") == [0]
+
+
+def test_files_that_an_earlier_step_deleted_by_spark_stay_deleted(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first, fails = seed(namespace), [True]
+
+    @dg.asset(key=[namespace, "earlier"], deps=[first], metadata=FREE)
+    def earlier(lakehouse: LakehouseResource) -> None:
+        open_session(lakehouse)
+        delete_files(lakehouse, first.key)
+
+    @dg.asset(key=[namespace, "writer"], deps=[earlier], metadata=FREE, retry_policy=ONE)
+    def writer(lakehouse: LakehouseResource) -> None:
+        open_session(lakehouse)
+        add(lakehouse, namespace, 1)
+        if fails[0]:
+            fails[0] = False
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, earlier, writer) as p:
+        run_id = p.run()
+        assert p.settle(run_id).state is RunState.PUBLISHED
+        assert rows(p, namespace, "t") == [1]
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_retry_is_refused_if_the_step_that_deleted_files_is_not_certain(
+    lakehouse: Lakehouse, namespace: str, is_recorded: bool
+) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE)
+    def writer(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> None:
+        if is_recorded:
+            open_session(lakehouse)
+            metadata = {EventMetadata.SPARK_APPLICATION: APPLICATION}
+            report_engine_event(context.instance, "A thread uses Spark, too.", context.run, metadata)
+        delete_files(lakehouse, first.key)
+        raise RuntimeError("after the delete")
+
+    with project(lakehouse, first, writer) as p:
+        retry(p, p.run(ok=False), ok=False)
+        p.failed_with(RetryNeedsFullRun, f"{namespace}.t")
+
+
 @pytest.mark.spark
 def test_sql_exists_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespace: str) -> None:
     first = seed(namespace)
@@ -177,6 +256,8 @@ def test_sql_exists_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespa
     @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)
     def writer(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> None:
         session = spark.spark_session
+        if context.retry_number == 0:
+            session.sql(f"DELETE FROM nessie.{namespace}.t")
         session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (1)")
         session.sql(f"UPDATE nessie.{namespace}.t SET n = n + 10")
         if context.retry_number == 0:

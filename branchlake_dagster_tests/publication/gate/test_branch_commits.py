@@ -50,9 +50,12 @@ def objection(
     heads: Collection[str],
     tables: Mapping[str, TableMetadata] | None = None,
     base_snapshots: Mapping[str, int] | None = None,
+    applications: Collection[str] = (),
 ) -> str | None:
     entries: Sequence[LogEntry] = newest_first
-    commits = BranchCommits("run-r", BASE, base_snapshots or {}, entries, heads, {"r", "parent"})
+    commits = BranchCommits(
+        "run-r", BASE, base_snapshots or {}, entries, heads, {"r", "parent"}, applications
+    )
     return commits.find_objection(lambda location: (tables or {}).get(location.removeprefix("file:/")))
 
 
@@ -134,3 +137,51 @@ def test_a_rollback_by_spark_adds_no_snapshot() -> None:
         commit("a", SPARK, 1), heads={"a"}, tables={"a": history}, base_snapshots={"content": 2}
     )
     assert rolled_back is None
+
+
+BY_SPARK = {"spark.app.id": "local-1"}
+
+
+@pytest.mark.parametrize(
+    ("summary", "operation", "applications", "accepted"),
+    [
+        (BY_SPARK, Operation.DELETE, {"local-1"}, True),
+        (BY_SPARK, Operation.DELETE, {"local-0", "local-1"}, True),
+        (BY_SPARK, Operation.DELETE, {"local-2"}, False),
+        (BY_SPARK, Operation.DELETE, (), False),  # a run of an earlier version
+        ({}, Operation.DELETE, {"local-1"}, False),
+        (BY_SPARK, Operation.APPEND, {"local-1"}, False),
+        (BY_SPARK, Operation.OVERWRITE, {"local-1"}, False),
+        ({**BY_SPARK, LakeProperty.RUN_ID: "other"}, Operation.DELETE, {"local-1"}, False),
+        ({**BY_SPARK, LakeProperty.INSTANCE: "elsewhere"}, Operation.DELETE, {"local-1"}, False),
+    ],
+)
+def test_a_delete_of_whole_files_is_accepted_from_an_application_that_the_run_recorded(
+    summary: Mapping[str, str], operation: Operation, applications: Collection[str], accepted: bool
+) -> None:
+    tables = {"a": table((1, None, {}, Operation.APPEND), (2, 1, summary, operation))}
+    found = objection(
+        commit("a", SPARK, 2),
+        heads={"a"},
+        tables=tables,
+        base_snapshots={"content": 1},
+        applications=applications,
+    )
+    assert (found is None) is accepted
+    late = objection(
+        commit("a", SPARK, 2),
+        commit("0", OWN),
+        heads={"0"},
+        tables=tables,
+        base_snapshots={"content": 1},
+        applications=applications,
+    )
+    assert late is not None
+    by_trino = objection(
+        commit("a", {"application-type": "trino"}, 2),
+        heads={"a"},
+        tables=tables,
+        base_snapshots={"content": 1},
+        applications=applications,
+    )
+    assert by_trino is not None

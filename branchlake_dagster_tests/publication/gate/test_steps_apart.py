@@ -37,10 +37,10 @@ from branchlake_dagster_tests.publication.gate.test_writes_after_checks import (
     append_row,
     create_with_row,
     rename_column,
-    spark_like,
 )
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.suite.spark_deletes import spark_like
 
 lakehouse = memory.lakehouse
 

@@ -13,7 +13,6 @@ from pyiceberg.types import StringType
 from pyspark.sql import DataFrame
 
 from branchlake_dagster import LakehouseResource, NessieCatalog, table_metadata
-from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.runs.run_tags import RunState
@@ -21,6 +20,7 @@ from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.spark_deletes import delete_files, open_session, spark_like
 
 lakehouse = memory.lakehouse
 
@@ -115,12 +115,6 @@ def test_a_step_that_ends_before_the_check_may_change_the_table(
 
     with project(lakehouse, earlier, appended, is_positive) as p:
         assert p.settle(p.run()).state is RunState.PUBLISHED
-
-
-def spark_like(lakehouse: LakehouseResource) -> NessieCatalog:
-    """A catalog on the run's branch whose commits name neither run nor step, as those of Spark."""
-    properties = {f"{COMMIT_PROPERTY}application-type": "iceberg"}
-    return lakehouse.lakehouse.catalog(lakehouse.open_branch(), properties=properties)
 
 
 def drop(catalog: NessieCatalog, table: Table) -> None:
@@ -298,6 +292,51 @@ def test_a_table_that_an_earlier_step_loaded_names_that_step_but_is_not_publishe
     with project(lakehouse, checked, check_of(checked), earlier, later) as p:
         outcome = p.settle(p.run())
         assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
+
+
+@pytest.mark.parametrize("when", ["earlier step", "later step", "own step", "check"])
+def test_files_that_spark_deleted_are_published_unless_a_check_has_read_them(
+    lakehouse: Lakehouse, namespace: str, when: str
+) -> None:
+    key = dg.AssetKey([namespace, "checked"])
+
+    @dg.asset(key=[namespace, "earlier"], metadata=FREE)
+    def earlier(lakehouse: LakehouseResource) -> pl.DataFrame:
+        if when == "earlier step" and lakehouse.catalog().table_exists(tuple(key.path)):
+            open_session(lakehouse)
+            delete_files(lakehouse, key)
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=key, deps=[earlier], metadata=table_metadata(write_mode="append"))
+    def checked(lakehouse: LakehouseResource) -> pl.DataFrame:
+        if when == "own step" and lakehouse.catalog().table_exists(tuple(key.path)):
+            open_session(lakehouse)
+            delete_files(lakehouse, key)
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset_check(asset=checked, blocking=True)
+    def is_positive(checked: pl.DataFrame, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
+        if when == "check" and len(checked) > 1:
+            open_session(lakehouse)
+            delete_files(lakehouse, key)
+        return dg.AssetCheckResult(passed=True)
+
+    @dg.asset(key=[namespace, "later"], deps=[checked], metadata=FREE)
+    def later(lakehouse: LakehouseResource) -> pl.DataFrame:
+        if when == "later step":
+            open_session(lakehouse)
+            delete_files(lakehouse, key)
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, earlier, checked, is_positive) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+    with project(lakehouse, earlier, checked, is_positive, later) as p:
+        outcome = p.settle(p.run())
+        if when in ("earlier step", "own step"):
+            assert outcome.state is RunState.PUBLISHED, outcome
+            assert p.rows(namespace, "checked") == [{"n": 1}]
+        else:
+            assert (outcome.state, outcome.codes) == (RunState.BLOCKED, ("check_before_write",))
 
 
 @pytest.mark.spark

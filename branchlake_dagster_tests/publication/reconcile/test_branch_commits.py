@@ -7,6 +7,7 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -18,6 +19,7 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, assign_main, project
 from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.spark_deletes import APPLICATION, delete_files, open_session
 
 lakehouse = memory.lakehouse
 
@@ -165,12 +167,57 @@ def test_the_reaper_keeps_the_branch_of_a_published_run_whose_publication_main_l
     p.settle(restored)
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_files_that_spark_deleted_are_published_if_the_run_recorded_the_application(
+    lakehouse: Lakehouse, namespace: str, p: Project, is_recorded: bool
+) -> None:
+    assert p.settle(p.run()).state is RunState.PUBLISHED
+    written = asset(namespace, "t")
+
+    @dg.asset(key=[namespace, "deleter"], deps=[written], metadata=FREE)
+    def deleter(lakehouse: LakehouseResource) -> None:
+        if is_recorded:
+            open_session(lakehouse)
+        delete_files(lakehouse, written.key)
+
+    with project(lakehouse, written, deleter) as deleting:
+        run_id = deleting.run()
+        if is_recorded:
+            assert deleting.settle(run_id).state is RunState.PUBLISHED
+        else:
+            refused(deleting, run_id)
+        assert len(deleting.rows(namespace, "t")) == (0 if is_recorded else 1)
+
+
+def test_files_that_spark_deleted_after_the_last_step_are_not_published(
+    lakehouse: Lakehouse, namespace: str, p: Project
+) -> None:
+    assert p.settle(p.run()).state is RunState.PUBLISHED
+
+    @dg.asset(key=[namespace, "reader"], metadata=FREE)
+    def reader(lakehouse: LakehouseResource) -> pl.DataFrame:
+        open_session(lakehouse)
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, reader) as reading:
+        run_id = reading.run()
+        late = lakehouse.catalog(
+            run_branch_name(run_id), properties={f"{COMMIT_PROPERTY}application-type": "iceberg"}
+        )
+        late.load_table((namespace, "t")).delete(snapshot_properties={"spark.app.id": APPLICATION})
+        refused(reading, run_id)
+
+
 def sql_asset(namespace: str) -> dg.AssetsDefinition:
     @dg.asset(key=[namespace, "sql"], metadata=FREE)
     def written_by_sql(spark: BranchSparkResource, lakehouse: LakehouseResource) -> None:
         lakehouse.catalog().create_namespace_if_not_exists((namespace,))
         name = f"nessie.{namespace}.sql"
         spark.spark_session.sql(f"CREATE TABLE {name} (n bigint) USING iceberg")
+        spark.spark_session.sql(f"INSERT INTO {name} VALUES (7)")
+        spark.spark_session.sql(f"TRUNCATE TABLE {name}")
+        spark.spark_session.sql(f"INSERT INTO {name} VALUES (8)")
+        spark.spark_session.sql(f"DELETE FROM {name} WHERE n = 8")
         for number in range(3):
             spark.spark_session.sql(f"INSERT INTO {name} VALUES ({number})")
         spark.spark_session.sql(f"ALTER TABLE {name} ADD COLUMN note string")
