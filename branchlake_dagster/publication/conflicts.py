@@ -226,10 +226,16 @@ def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap |
     if reason := _check_layouts(run_change, main_change):
         return Overlap(reason, runs=_run_ids(main_change.steps))
     own_paths: set[str] = set()
+    has_deleted = False
     for step in run_change.steps:
-        if step_overlap := _check_step(step, own_paths, main_change):
+        # "Delete the day, insert the day": the inserted rows replace what the predicate of the delete covers.
+        # The day may have had no rows at the base, so only the inserted files show it.
+        is_insertion = has_deleted and step.mode is ChangeMode.APPEND
+        compared_step = replace(step, mode=ChangeMode.REWRITE) if is_insertion else step
+        if step_overlap := _check_step(compared_step, own_paths, main_change):
             return step_overlap
         own_paths |= {file.path for file in step.added}
+        has_deleted = has_deleted or step.is_metadata_delete
     if reason := find_unreplayable(run_change, main_change):
         only_expired = (
             bool(run_change.expired_count)

@@ -26,6 +26,7 @@ from branchlake_dagster.history.manifests import (
     read_live_files,
 )
 from branchlake_dagster.internals.column_metrics import DataPaths
+from branchlake_dagster.runs.branch_commits import find_deleting_application
 from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
 from branchlake_dagster.tables.recorded_partitions import parse_entries
 from branchlake_dagster.tables.replaced_rows import (
@@ -147,6 +148,8 @@ class SnapshotChange:
     """The files of row-level deletes that the snapshot removed."""
     is_reversal: bool = False
     """Whether a rebase adds this step, which the run's branch does not have, to reverse a compaction."""
+    is_metadata_delete: bool = False
+    """Whether Spark deleted whole files by a predicate that it did not record. It may have removed none."""
 
     @property
     def touched_files(self) -> tuple[File, ...]:
@@ -498,6 +501,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         removed_deletes=files.removed_deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
         partition_names=parse_entries(summary.get(LakeProperty.PARTITION, "")),
+        is_metadata_delete=find_deleting_application(snapshot) is not None,
     )
 
 

@@ -310,6 +310,21 @@ def test_values_meet_by_name() -> None:
     assert find_overlap(change(replaced_(radar)), theirs(replaced_(radar))) is not None
 
 
+# -- deletes of whole files by Spark -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [(), (file("old", "day=0"),)])
+def test_rows_that_follow_a_delete_of_unknown_rows_meet_their_partitions(removed: tuple[File, ...]) -> None:
+    delete = replace(step(ChangeMode.REWRITE, (), removed), is_metadata_delete=True)
+    later = theirs(step(ChangeMode.APPEND, (THEIRS,)))
+    found = find_overlap(change(delete, APPEND), later)
+    assert found is not None
+    assert (found.reason.code, found.partitions, found.runs) == ("same_partitions", ("day=1",), ("them",))
+    assert find_overlap(change(delete, APPEND), theirs(step(ChangeMode.APPEND, (OLD2,)))) is None
+    assert find_overlap(change(APPEND, delete), later) is None
+    assert find_overlap(change(replace(delete, is_metadata_delete=False), APPEND), later) is None
+
+
 # -- row-level deletes ---------------------------------------------------------------------------------
 
 
