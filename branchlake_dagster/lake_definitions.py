@@ -400,6 +400,7 @@ def branchlake_definitions(
 
     Raises:
         ConfigurationError: Assets in `definitions` could not be written or published; the message names each.
+            Or `settings` are definitions (reason `definitions_as_settings`).
 
     Warns:
         DefinitionsWarning: A check of a partitioned asset does not have a `partitions_def`, so it reads the
@@ -425,6 +426,12 @@ def branchlake_definitions(
                 dg.Definitions(assets=[prices], asset_checks=[positive]),
             )
     """
+    if isinstance(settings, Definitions):
+        raise ConfigurationError(
+            "branchlake_definitions got Definitions as its settings.",
+            hint="Name the argument: branchlake_definitions(definitions=…).",
+            reason="definitions_as_settings",
+        )
     if lakehouse is None:
         settings = settings or Settings()
         lakehouse = LakehouseResource.from_settings(settings)

@@ -322,3 +322,9 @@ def test_changes_are_consumed_by_the_partition_that_rows_belong_to(
     with pytest.raises(ConfigurationError) as caught:
         branchlake_definitions(settings, theirs)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["- rolling"]
+
+
+def test_definitions_in_the_place_of_the_settings_are_refused() -> None:
+    misplaced: Any = dg.Definitions(assets=[asset()])
+    with raising(ConfigurationError, reason="definitions_as_settings"):
+        branchlake_definitions(misplaced)
