@@ -47,6 +47,7 @@ from branchlake_dagster.publication.verdict import (
 from branchlake_dagster.runs.branch_commits import (
     BranchCommits,
     ReadMetadata,
+    iter_unchanged_contents,
 )
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.discarding import (
@@ -584,13 +585,18 @@ class Assessor:
                 if not self._client.has_reference(branch.name):
                     raise
                 return f"branch {branch.name} no longer starts from commit {base_hash[:16]}, the run's base"
-        base_tables = (
-            entry.from_content for entry in changes if isinstance(entry.from_content, IcebergTable)
-        )
+        base_tables = [
+            *(entry.from_content for entry in changes),
+            *iter_unchanged_contents(entries, {entry.key for entry in changes}),
+        ]
         return BranchCommits(
             branch.name,
             base_hash,
-            {table.content_id or "": table.snapshot_id for table in base_tables},
+            {
+                table.content_id or "": table.snapshot_id
+                for table in base_tables
+                if isinstance(table, IcebergTable)
+            },
             entries,
             evidence.branch_heads,
             {run.run_id for run in runs},

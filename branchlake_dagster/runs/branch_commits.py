@@ -10,7 +10,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.history.capture import snapshots_between
-from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import Content, ContentKey, Delete, IcebergTable, LogEntry, Put
 from branchlake_dagster.stored_names import LakeProperty
 
 ReadMetadata = Callable[[str], TableMetadata | None]
@@ -37,6 +37,23 @@ def newest_metadata_locations(newest_first: Iterable[LogEntry]) -> dict[str, str
         for _, table in iter_put_tables(entry):
             locations.setdefault(table.content_id or "", table.metadata_location)
     return locations
+
+
+def iter_unchanged_contents(
+    newest_first: Iterable[LogEntry], changed_keys: Collection[ContentKey]
+) -> Iterator[Content]:
+    """Iterate over the contents that the commits changed, but that are the same at the base and at the head.
+
+    Such are a table that was renamed and renamed back, and one that a repeated step restored. `changed_keys`
+    are the keys whose contents differ.
+    """
+    seen_keys = set(changed_keys)
+    for entry in newest_first:
+        for operation in entry.operations:
+            if isinstance(operation, Put | Delete) and operation.key not in seen_keys:
+                seen_keys.add(operation.key)
+                if isinstance(operation, Put):
+                    yield operation.content
 
 
 def find_added_snapshots(
@@ -91,6 +108,11 @@ def find_deleting_application(snapshot: Snapshot) -> str | None:
     return entries.get(_SPARK_APPLICATION)
 
 
+def find_committing_application(entry: LogEntry) -> str | None:
+    """Return the id of the Spark application that made a commit; None if another client made it."""
+    return entry.commit.properties.get("app-id")
+
+
 _CLIENT_PROPERTY = "application-type"
 """The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
 
@@ -102,7 +124,8 @@ class BranchCommits:
     Args:
         branch (str): The branch's name.
         base_hash (str): The commit of `main` that the branch started from.
-        base_snapshots (Mapping[str, int]): Snapshot ids of the changed tables at the base, by content id.
+        base_snapshots (Mapping[str, int]): Snapshot ids at the base, by content id, of the tables that the
+            commits changed.
         entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
         recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
         run_ids (Collection[str]): The runs that worked on the branch.

@@ -3,17 +3,18 @@
 A retry of a run takes over its parent's branch. A step that is attempted again must not repeat the rows that
 its code wrote, by SQL in the run's Spark session or through the catalog. Such commits name the step, and a
 later attempt restores the tables to their state before the first of these commits. Spark's deletes of whole
-files name no step; the events of the runs show which step made them (`session_uses`). The IO manager handles
-the rows that a step returns.
+files and its changes of tables name no step; the events of the runs show which step made them
+(`session_uses`). The IO manager handles the rows that a step returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from dagster import AssetKey, DagsterInstance, DagsterRun
+from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
@@ -28,6 +29,7 @@ from branchlake_dagster.nessie.model import (
 from branchlake_dagster.runs.branch_commits import (
     ReadMetadata,
     find_added_snapshots,
+    find_committing_application,
     find_deleting_application,
     iter_put_tables,
     newest_metadata_locations,
@@ -182,7 +184,7 @@ class _CommitWriter(Enum):
     IO_MANAGER = auto()
     """The IO manager, which wrote the value that an earlier attempt of the step returned."""
     NOBODY = auto()
-    """The commit does not name a writer and adds no rows, like Spark's CREATE TABLE."""
+    """The commit does not name a writer and adds no rows, and it is not certain which step made it."""
     OTHER = auto()
     UNCERTAIN = auto()
     """This step or another one: it deleted whole files in a Spark session that both could use."""
@@ -220,7 +222,7 @@ def undo_earlier_attempts(
 
     Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each
     table of each commit since the base without the property `CODE_OF_STEP`. The timeline is loaded only if
-    Spark has deleted whole files.
+    Spark has deleted whole files, or created, altered or dropped something.
 
     Raises:
         RetryNeedsFullRun: Another step has written to one of the tables since, or it is not certain which
@@ -231,8 +233,8 @@ def undo_earlier_attempts(
     entries = list(client.log(head.pinned_ref, since=base_hash, fetch_operations=True))
     keys = {operation.key for entry in entries for operation in entry.operations}
     base_contents = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
-    deletes = _SparkDeletes(step, base_hash, entries, load_timeline)
-    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata, deletes)
+    unnamed = _UnnamedCommits(step, base_hash, entries, load_timeline)
+    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata, unnamed)
     histories = {key: history for key, history in all_histories.items() if key.name not in finished_tables}
     for key, history in histories.items():
         if _CommitWriter.UNCERTAIN in history.writers:
@@ -251,7 +253,12 @@ def undo_earlier_attempts(
                 branch=branch,
                 hint="Re-execute all steps; the new run starts from today's main.",
             )
-    operations = [_restore_operation(key, history) for key, history in sorted(histories.items())]
+    deleted_ids = {
+        history.content_now.content_id
+        for history in histories.values()
+        if history.content_before is None and history.content_now is not None
+    }
+    operations = [_restore_operation(key, histories[key], deleted_ids) for key in sorted(histories)]
     if operations:
         client.commit(
             branch,
@@ -263,11 +270,11 @@ def undo_earlier_attempts(
     return tuple(key.name for key in sorted(histories))
 
 
-class _SparkDeletes:
-    """Finds the writers of Spark's deletes of whole files, which name no step.
+class _UnnamedCommits:
+    """Finds the writers of Spark's commits that name no step: deletes of whole files, and changes of tables.
 
     `entries` are the commits of the branch since `base_hash`, newest first. `load_timeline` is called once,
-    at the first such delete.
+    at the first such commit.
     """
 
     def __init__(
@@ -285,6 +292,7 @@ class _SparkDeletes:
         self._timeline: BranchTimeline | None = None
 
     def find_writer(self, application: str, commit_hash: str) -> _CommitWriter:
+        """Return the writer of a commit by a Spark application."""
         if self._timeline is None:
             self._timeline = self._load_timeline() if self._load_timeline is not None else BranchTimeline()
         number = self._numbers[commit_hash]
@@ -295,13 +303,24 @@ class _SparkDeletes:
         is_uncertain = not steps or self._step in steps or None in steps
         return _CommitWriter.UNCERTAIN if is_uncertain else _CommitWriter.OTHER
 
+    def find_writer_of_change(self, entry: LogEntry) -> _CommitWriter:
+        """Return the writer of a commit that adds no snapshot: CREATE, DROP, ALTER or a rollback.
+
+        If it is not certain, the result is `NOBODY`: such a commit has always stayed.
+        """
+        application = find_committing_application(entry)
+        if application is None:
+            return _CommitWriter.NOBODY
+        writer = self.find_writer(application, entry.commit.hash)
+        return _CommitWriter.NOBODY if writer is _CommitWriter.UNCERTAIN else writer
+
 
 def _find_own_tables(
     oldest_first: Sequence[LogEntry],
     contents: dict[ContentKey, Content],
     step: str,
     read_metadata: ReadMetadata,
-    deletes: _SparkDeletes,
+    unnamed: _UnnamedCommits,
 ) -> dict[ContentKey, _TableHistory]:
     """Find the tables that the step's own code changed and whose present content differs from before.
 
@@ -321,7 +340,7 @@ def _find_own_tables(
             if not isinstance(operation, Put | Delete):
                 continue
             writer = _writer_of_operation(
-                entry, operation, step, snapshots, read_metadata, metadata_locations, deletes
+                entry, operation, step, snapshots, read_metadata, metadata_locations, unnamed
             )
             is_possibly_own = writer in (_CommitWriter.OWN_CODE, _CommitWriter.UNCERTAIN)
             if is_possibly_own and _is_table_operation(operation, contents.get(key)):
@@ -329,7 +348,7 @@ def _find_own_tables(
             if key in histories:
                 histories[key].writers.add(writer)
                 histories[key].content_now = operation.content if isinstance(operation, Put) else None
-                if histories[key].content_now == histories[key].content_before:
+                if _is_same_state(histories[key].content_now, histories[key].content_before):
                     del histories[key]  # an earlier attempt has removed its rows already
             if isinstance(operation, Put):
                 contents[key] = operation.content
@@ -354,7 +373,7 @@ def _writer_of_operation(
     snapshots: dict[str, int],
     read_metadata: ReadMetadata,
     metadata_locations: Mapping[str, str],
-    deletes: _SparkDeletes,
+    unnamed: _UnnamedCommits,
 ) -> _CommitWriter:
     properties = entry.commit.properties
     if LakeProperty.CODE_OF_STEP in properties:
@@ -362,26 +381,29 @@ def _writer_of_operation(
             _CommitWriter.OWN_CODE if properties[LakeProperty.CODE_OF_STEP] == step else _CommitWriter.OTHER
         )
     content = operation.content if isinstance(operation, Put) else None
-    if not isinstance(content, IcebergTable):
-        return _CommitWriter.NOBODY
-    new_snapshots = find_added_snapshots(content, snapshots, read_metadata, metadata_locations)
+    new_snapshots: Sequence[Snapshot] | None = ()
+    if isinstance(content, IcebergTable):
+        new_snapshots = find_added_snapshots(content, snapshots, read_metadata, metadata_locations)
     if new_snapshots is None:
         return _CommitWriter.OTHER  # the writer can no longer be found
+    if not new_snapshots:
+        return unnamed.find_writer_of_change(entry)
     writers = {
-        deletes.find_writer(application, entry.commit.hash)
+        unnamed.find_writer(application, entry.commit.hash)
         if (application := find_deleting_application(snapshot)) is not None
         else _writer_of_snapshot(snapshot.summary.additional_properties if snapshot.summary else {}, step)
         for snapshot in new_snapshots
     }
-    for writer in (
-        _CommitWriter.UNCERTAIN,
-        _CommitWriter.OTHER,
-        _CommitWriter.OWN_CODE,
-        _CommitWriter.IO_MANAGER,
-    ):
-        if writer in writers:
-            return writer
-    return _CommitWriter.NOBODY
+    return next(
+        writer
+        for writer in (
+            _CommitWriter.UNCERTAIN,
+            _CommitWriter.OTHER,
+            _CommitWriter.OWN_CODE,
+            _CommitWriter.IO_MANAGER,
+        )
+        if writer in writers
+    )
 
 
 def _writer_of_snapshot(summary: Mapping[str, str], step: str) -> _CommitWriter:
@@ -390,5 +412,24 @@ def _writer_of_snapshot(summary: Mapping[str, str], step: str) -> _CommitWriter:
     return _CommitWriter.OWN_CODE if summary.get(LakeProperty.CODE_OF_STEP) == step else _CommitWriter.OTHER
 
 
-def _restore_operation(key: ContentKey, history: _TableHistory) -> Operation:
-    return Delete(key) if history.content_before is None else Put(key, history.content_before)
+def _is_same_state(content: Content | None, other: Content | None) -> bool:
+    """Return whether two contents of a key show the same table. A table that was restored has a new id."""
+    if content is None or other is None:
+        return content is other
+    return replace(content, content_id=other.content_id) == other
+
+
+def _restore_operation(
+    key: ContentKey, history: _TableHistory, deleted_ids: Collection[str | None]
+) -> Operation:
+    """Return the operation that restores a table. `deleted_ids` are content ids that the same commit deletes.
+
+    Nessie accepts the id that the key has now. A key without content gets a new id, except for a table that
+    is renamed back.
+    """
+    before, now = history.content_before, history.content_now
+    if before is None:
+        return Delete(key)
+    if now is not None:
+        return Put(key, replace(before, content_id=now.content_id))
+    return Put(key, before if before.content_id in deleted_ids else replace(before, content_id=None))

@@ -1,12 +1,14 @@
 """What a step writes by its own code, by SQL or through the catalog, is there once however often it is attempted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import dagster as dg
 import polars as pl
 import pytest
+from pyiceberg.types import StringType
 
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
@@ -18,7 +20,7 @@ from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import WriteMode, table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
-from branchlake_dagster_tests.suite.spark_deletes import APPLICATION, delete_files, open_session
+from branchlake_dagster_tests.suite.spark_deletes import APPLICATION, delete_files, open_session, spark_like
 
 lakehouse = memory.lakehouse
 
@@ -205,6 +207,107 @@ def test_files_that_a_failed_attempt_deleted_by_spark_are_back(
         assert rows(p, namespace, "t") == [0]
 
 
+def drop(catalog: NessieCatalog, namespace: str) -> None:
+    catalog.drop_table((namespace, "t"))
+
+
+def rename(catalog: NessieCatalog, namespace: str) -> None:
+    catalog.rename_table((namespace, "t"), (namespace, "renamed"))
+
+
+def add_column(catalog: NessieCatalog, namespace: str) -> None:
+    with catalog.load_table((namespace, "t")).update_schema() as change:
+        change.add_column("more", StringType())
+
+
+def create(catalog: NessieCatalog, namespace: str) -> None:
+    catalog.create_table((namespace, "made"), pl.DataFrame({"n": [1]}).to_arrow().schema)
+
+
+def drop_and_create(catalog: NessieCatalog, namespace: str) -> None:
+    drop(catalog, namespace)
+    catalog.create_table((namespace, "t"), pl.DataFrame({"other": [1]}).to_arrow().schema)
+
+
+@pytest.mark.parametrize("change", [drop, rename, add_column, create, drop_and_create])
+@pytest.mark.parametrize("again", ["step", "run"])
+def test_tables_are_as_before_a_failed_attempt_that_changed_them_by_spark(
+    lakehouse: Lakehouse, namespace: str, again: str, change: Callable[[NessieCatalog, str], None]
+) -> None:
+    first, attempts = seed(namespace), []
+
+    @dg.asset(
+        key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE if again == "step" else None
+    )
+    def writer(lakehouse: LakehouseResource) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            open_session(lakehouse)
+            change(spark_like(lakehouse), namespace)
+            raise RuntimeError("after the change")
+
+    with project(lakehouse, first, writer) as p:
+        run_id = p.run() if again == "step" else retry(p, p.run(ok=False))
+        outcome = p.settle(run_id)
+        assert outcome.state is RunState.PUBLISHED, outcome
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert [column.name for column in table.schema().fields] == ["n"]
+        assert rows(p, namespace, "t") == [0]
+        assert not lakehouse.catalog().table_exists((namespace, "made"))
+        assert not lakehouse.catalog().table_exists((namespace, "renamed"))
+
+
+@pytest.mark.parametrize("change", [add_column, rename, create])
+@pytest.mark.parametrize("by_spark", [False, True])
+def test_a_published_table_that_a_failed_attempt_changed_is_not_changed_by_the_run(
+    lakehouse: Lakehouse, namespace: str, change: Callable[[NessieCatalog, str], None], by_spark: bool
+) -> None:
+    first, attempts = seed(namespace), []
+
+    @dg.asset(key=[namespace, "writer"], metadata=FREE, retry_policy=dg.RetryPolicy(max_retries=2))
+    def writer(lakehouse: LakehouseResource) -> pl.DataFrame:
+        attempts.append(1)
+        if len(attempts) < 3:
+            open_session(lakehouse)
+            change(spark_like(lakehouse) if by_spark else lakehouse.catalog(), namespace)
+            raise RuntimeError("after the change")
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, first) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+    with project(lakehouse, writer) as p:
+        outcome = p.settle(p.run())
+        assert outcome.state is RunState.PUBLISHED, outcome
+        assert rows(p, namespace, "t") == [0]
+        assert rows(p, namespace, "writer") == [1]
+        assert not lakehouse.catalog().table_exists((namespace, "renamed"))
+
+
+def test_a_table_that_another_step_may_have_changed_by_spark_stays_as_it_is(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first, attempts = seed(namespace), []
+
+    @dg.asset(key=[namespace, "earlier"], deps=[first], metadata=FREE)
+    def earlier(lakehouse: LakehouseResource) -> None:
+        open_session(lakehouse)
+        add_column(spark_like(lakehouse), namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[earlier], metadata=FREE, retry_policy=ONE)
+    def writer(lakehouse: LakehouseResource) -> None:
+        open_session(lakehouse)
+        add(lakehouse, namespace, 1)
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, earlier, writer) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        assert rows(p, namespace, "t") == [0, 1]
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert [column.name for column in table.schema().fields] == ["n", "more"]
+
+
 def test_files_that_an_earlier_step_deleted_by_spark_stay_deleted(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
@@ -253,15 +356,21 @@ def test_a_retry_is_refused_if_the_step_that_deleted_files_is_not_certain(
 def test_sql_exists_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespace: str) -> None:
     first = seed(namespace)
 
-    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)
+    @dg.asset(
+        key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=dg.RetryPolicy(max_retries=2)
+    )
     def writer(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> None:
         session = spark.spark_session
+        session.sql(f"CREATE TABLE nessie.{namespace}.made (n INT) USING iceberg")
         if context.retry_number == 0:
+            session.sql(f"ALTER TABLE nessie.{namespace}.t ADD COLUMN more INT")
             session.sql(f"DELETE FROM nessie.{namespace}.t")
+            raise RuntimeError("after the delete")
+        session.sql(f"DROP TABLE nessie.{namespace}.made")
         session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (1)")
         session.sql(f"UPDATE nessie.{namespace}.t SET n = n + 10")
-        if context.retry_number == 0:
-            raise RuntimeError("after the statements")
+        if context.retry_number == 1:
+            raise RuntimeError("after the update")
 
     with project(lakehouse, first, writer) as p:
         outcome = p.settle(p.run())

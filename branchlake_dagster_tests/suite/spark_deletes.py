@@ -1,4 +1,4 @@
-"""Deletes of whole files as Spark makes them, without Spark: the snapshot names an application and no run."""
+"""Commits as Spark makes them, without Spark: they name an application, but neither run nor step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def open_session(lakehouse: LakehouseResource) -> None:
 
 def spark_like(lakehouse: LakehouseResource) -> NessieCatalog:
     """A catalog on the run's branch whose commits name neither run nor step, as those of Spark."""
-    properties = {f"{COMMIT_PROPERTY}application-type": "iceberg"}
+    entries = {"application-type": "iceberg", "app-id": APPLICATION}
+    properties = {f"{COMMIT_PROPERTY}{name}": value for name, value in entries.items()}
     return lakehouse.lakehouse.catalog(lakehouse.open_branch(), properties=properties)
 
 
