@@ -2,26 +2,27 @@
 
 `consumes` writes the declaration as asset metadata, and `parse_declaration` reads it as a `Declaration`. A
 `Consumer` combines the declaration with the asset's table, its partitions and the tables of its inputs.
-`UpstreamTable` is the table of one input on the run's branch. `require_columns` raises InputColumnGone if an
-input lacks a column that the consumer needs to find changes.
+`UpstreamTable` is the table of one input on the run's branch. `require_columns` checks that the input has the
+columns by which the consumer finds changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, get_args
 
 from dagster import AssetKey, PartitionsDefinition, TimeWindowPartitionsDefinition
 from pyiceberg.table import Table
+from pyiceberg.types import PrimitiveType, UUIDType
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import Reach, dimension_definitions
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey
 from branchlake_dagster.stored_names import AssetMetadata
-from branchlake_dagster.tables.errors import InputColumnGone
+from branchlake_dagster.tables.errors import InputColumnGone, SchemaMismatch
 from branchlake_dagster.tables.specification import TableSpec, format_table_name, unwrap_metadata
 
 Pattern = Literal["rows", "keys", "range"]
@@ -479,6 +480,8 @@ class UpstreamTable:
 def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     """Raise InputColumnGone if the input `key` lacks a column that the consumer needs to find changes.
 
+    Raise SchemaMismatch if a key column of the pattern `keys` has a type by which rows cannot be selected.
+
     Required are key columns, a column that `consumes` names for this input, and with the patterns `rows` and
     `keys` the columns that decide on a row's partition. Any other range or partition column is required only
     if the input once had it: an input that never had it lacks it by design, and its rows belong to all
@@ -502,6 +505,28 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
         field_id = _find_earlier_field_id(table, column)
         if field_id is not None or column in required:
             raise _column_gone_error(consumer, key, table, column, field_id)
+    if pattern == "keys":
+        require_selectable_keys(
+            table, declaration.key_columns_of(key), format_table_name(consumer.inputs[key])
+        )
+
+
+def require_selectable_keys(table: Table, columns: Iterable[str], name: str) -> None:
+    """Raise SchemaMismatch for a key column of an input by whose values PyIceberg cannot select rows.
+
+    These are columns of UUIDs, structs, lists and maps. `name` is the input's dotted table name.
+    """
+    for column in columns:
+        kind = table.schema().find_type(column)
+        if isinstance(kind, UUIDType) or not isinstance(kind, PrimitiveType):
+            raise SchemaMismatch(
+                f"Key column {column} has type {kind}. Rows with changed keys cannot be selected by it.",
+                table=name,
+                hint="Store the key in a column of text, or of another simple type, and name that column as"
+                " the key. Or consume the input by the pattern `range`.",
+                reason="column_type",
+                subject=column,
+            )
 
 
 def _find_earlier_field_id(table: Table, column: str) -> int | None:

@@ -16,6 +16,7 @@ from pyiceberg.expressions import (
     AlwaysTrue,
     And,
     BooleanExpression,
+    EqualTo,
     GreaterThanOrEqual,
     In,
     IsNaN,
@@ -39,7 +40,8 @@ from branchlake_dagster.history.rows import (
 )
 from branchlake_dagster.incremental.affected_partitions import LAST_DAY
 from branchlake_dagster.incremental.consumption import Consumption, PartitionGroup
-from branchlake_dagster.incremental.declaration import Declaration, UpstreamTable
+from branchlake_dagster.incremental.declaration import Declaration, UpstreamTable, require_selectable_keys
+from branchlake_dagster.tables.arrow_frames import to_comparable_column
 from branchlake_dagster.tables.errors import RowsRemoved, SchemaMismatch
 from branchlake_dagster.tables.selection import (
     DateRange,
@@ -303,7 +305,19 @@ def _collect_changed_keys(consumption: Consumption) -> pa.Table:
         for group, change in consumption.changes(upstream.key):
             key_tables += _iter_changed_keys(consumption, upstream, group, change, keys)
     all_keys = pa.concat_tables(key_tables, promote_options="permissive")
-    return all_keys.group_by(keys, use_threads=False).aggregate([])
+    # Polars finds NaN equal to NaN, and -0.0 equal to 0.0, as Spark does. Arrow distinguishes the zeros.
+    numbered_keys = _to_polars_keys(all_keys).with_row_index(_KEY_ROW)
+    first_rows = numbered_keys.unique(subset=keys, keep="first", maintain_order=True)[_KEY_ROW]
+    return all_keys.take(first_rows.to_arrow())
+
+
+_KEY_ROW = "__branchlake_row"
+
+
+def _to_polars_keys(keys: pa.Table) -> pl.DataFrame:
+    return pl.DataFrame(
+        {name: pl.Series(pl.from_arrow(to_comparable_column(keys[name]))) for name in keys.column_names}
+    )
 
 
 def _iter_changed_keys(
@@ -315,6 +329,7 @@ def _iter_changed_keys(
 ) -> Iterator[pa.Table]:
     where = select_partition_rows(consumption, upstream, group.partitions)
     key_columns = input_key_columns(consumption, upstream, keys)
+    require_selectable_keys(upstream.table, key_columns, upstream.name)
     columns: list[str] | None = list(dict.fromkeys([*key_columns, *(where.column_names() if where else ())]))
     compares_rows = not change.only_appends and change.rows_changed <= MAX_COMPARED_ROWS
     if compares_rows:
@@ -359,9 +374,9 @@ def _concat_tables(parts: Iterator[pa.Table]) -> pa.Table:
 def filter_by_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
     """Return the rows of an Arrow table whose key is among `keys`. Null equals null."""
     names = keys.column_names
-    row_keys = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
-    matches = row_keys.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
-    return rows.take(matches["branchlake_row"].to_arrow())
+    row_keys = _to_polars_keys(rows.select(names)).with_row_index(_KEY_ROW)
+    matches = row_keys.join(_to_polars_keys(keys), on=names, how="semi", nulls_equal=True)
+    return rows.take(matches[_KEY_ROW].to_arrow())
 
 
 MAX_LITERALS = 2_000
@@ -411,21 +426,31 @@ def key_prefilter(keys: pa.Table) -> BooleanExpression:
 
 def _column_filter(name: str, values: pa.ChunkedArray) -> BooleanExpression:
     present = pc.unique(values.drop_null())
-    others = [IsNull(name)] if values.null_count else []
-    if pa.types.is_floating(values.type):
-        is_nan = pc.is_nan(present)
-        if pc.any(is_nan).as_py():
-            others.append(IsNaN(name))
-        present = present.filter(pc.invert(is_nan))
-    condition: BooleanExpression | None = None
-    if 0 < len(present) <= MAX_LITERALS:
-        condition = In(name, _to_literals(present))
-    elif len(present):
+    conditions: list[BooleanExpression] = [IsNull(name)] if values.null_count else []
+    if len(present) <= MAX_LITERALS:
+        conditions += match_values(name, present)
+    else:
         ends = pc.min_max(present).as_py()
-        condition = And(GreaterThanOrEqual(name, ends["min"]), LessThanOrEqual(name, ends["max"]))
-    parts = [*([] if condition is None else [condition]), *others]
-    return reduce(Or, parts) if parts else AlwaysTrue()
+        conditions.append(And(GreaterThanOrEqual(name, ends["min"]), LessThanOrEqual(name, ends["max"])))
+        if _has_nan(present):
+            conditions.append(IsNaN(name))
+    return reduce(Or, conditions) if conditions else AlwaysTrue()
 
 
-def _to_literals(values: pa.Array) -> Sequence[Any]:
-    return tuple(values.to_pylist())
+def match_values(name: str, values: pa.Array) -> list[BooleanExpression]:
+    """Return conditions of which one is true for each row that has one of `values` in the column `name`.
+
+    `values` has no null. NaN equals NaN, and -0.0 equals 0.0. Without values there is no condition.
+    """
+    conditions: list[BooleanExpression] = []
+    if pa.types.is_floating(values.type):
+        # PyIceberg has no literal for NaN. Arrow's `is_in` distinguishes the zeros, its `equal` does not.
+        is_nan, is_zero = pc.is_nan(values), pc.equal(values, 0.0)
+        conditions += [IsNaN(name)] if pc.any(is_nan).as_py() else []
+        conditions += [EqualTo(name, 0.0)] if pc.any(is_zero).as_py() else []
+        values = values.filter(pc.invert(pc.or_(is_nan, is_zero)))
+    return [*conditions, *([In(name, tuple(values.to_pylist()))] if len(values) else [])]
+
+
+def _has_nan(values: pa.Array) -> bool:
+    return pa.types.is_floating(values.type) and bool(pc.any(pc.is_nan(values)).as_py())

@@ -6,6 +6,7 @@ upsert alone would keep a row whose key has lost its last input row.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -14,7 +15,7 @@ from itertools import pairwise
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, IsNaN, IsNull
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import Column, DataFrame, SparkSession, Window
@@ -28,6 +29,7 @@ from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import Declaration, Identifier, UpstreamTable
 from branchlake_dagster.incremental.inputs import (
     COMMIT_COLUMNS,
+    match_values,
     read_input_keys,
     rows_removed_error,
     select_partition_rows,
@@ -311,7 +313,7 @@ def _other_keys_error(
 
 
 def match_any_key(keys: pa.Table) -> BooleanExpression:
-    """Return a condition that matches the rows with one of the keys. Null equals null.
+    """Return a condition that matches the rows with one of the keys. Null equals null, and NaN equals NaN.
 
     `keys` has a row for each key, and the names of the table's key columns. Without keys the condition is
     always false.
@@ -319,8 +321,7 @@ def match_any_key(keys: pa.Table) -> BooleanExpression:
     names = keys.column_names
     if len(names) == 1:
         values = keys[names[0]]
-        present = tuple(pc.unique(values.drop_null()).to_pylist())
-        conditions: list[BooleanExpression] = [In(names[0], present)] if present else []
+        conditions = match_values(names[0], pc.unique(values.drop_null()))
         conditions += [IsNull(names[0])] if values.null_count else []
     else:
         conditions = [_match_key(row) for row in keys.to_pylist()]
@@ -328,9 +329,14 @@ def match_any_key(keys: pa.Table) -> BooleanExpression:
 
 
 def _match_key(row: Mapping[str, object]) -> BooleanExpression:
-    parts = [IsNull(name) if value is None else EqualTo(name, value) for name, value in row.items()]
     condition: BooleanExpression = AlwaysTrue()
-    for part in parts:
+    for name, value in row.items():
+        if value is None:
+            part: BooleanExpression = IsNull(name)
+        elif isinstance(value, float) and math.isnan(value):
+            part = IsNaN(name)  # PyIceberg has no literal for NaN
+        else:
+            part = EqualTo(name, value)
         condition = And(condition, part)
     return condition
 
