@@ -129,6 +129,7 @@ USED = [
         "partition_struct_schema partition_filter case_sensitive",
     ),
     ("pyiceberg.expressions.visitors", "extract_field_ids", "expr"),
+    ("pyiceberg.io.pyarrow", "_ConvertToArrowExpression._get_field_name", "term"),
     ("pyiceberg.io.pyarrow", "_dataframe_to_data_files", "table_metadata df io write_uuid counter"),
     (
         "pyiceberg.io.pyarrow",
