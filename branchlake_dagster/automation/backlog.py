@@ -41,7 +41,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, TableMissing
+from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, SchemaMismatch, TableMissing
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 
@@ -164,13 +164,14 @@ class ConsumerBacklog:
             return unconsumed
         except TableMissing as error:
             return Unconsumed(missing_input=str(error))
-        except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
+        except (ChangeLost, InputColumnGone, PositionUnreadable, SchemaMismatch) as error:
             return Unconsumed(trouble=str(error))
 
     def require_unconsumed(self) -> Unconsumed:
         """Return the unconsumed change of the whole consumer.
 
-        Raises ChangeLost, InputColumnGone, PositionUnreadable or TableMissing if it is unknown.
+        Raises ChangeLost, InputColumnGone, PositionUnreadable, SchemaMismatch or TableMissing if it is
+        unknown.
         """
         if self._consumer.tracks_partitions and not self.pending_partitions:
             return Unconsumed()
@@ -181,7 +182,8 @@ class ConsumerBacklog:
                 whole=any(consumer_input.table.metadata.snapshots for consumer_input in self._inputs())
             )
         change = _count_changes(self._changes())
-        return replace(change, new=self._consumer.tracks_partitions and not change.files)
+        must_run = self._consumer.tracks_partitions or self._consumption.skips_lost_changes
+        return replace(change, new=must_run and not change.files)
 
     def _require_whole_inputs(self) -> None:
         """Raise TableMissing if a table that a run reads whole does not exist on `main`."""

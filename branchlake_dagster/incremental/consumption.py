@@ -39,6 +39,7 @@ from branchlake_dagster.incremental.pending import (
     PartitionBatch,
     changes_by_partition,
     compute_valid_through,
+    group_by_position,
     is_at_common_position,
     may_have_lost_rows,
     partition_predecessors,
@@ -251,6 +252,26 @@ class Consumption:
         return ranges.nulls or ranges.anything
 
     @property
+    def skips_lost_changes(self) -> bool:
+        """Whether the step continues from now because the change since a recorded position is lost.
+
+        Such a step consumes nothing, but it must record its position: what is published later counts. Raises
+        ChangeLost as `groups`.
+        """
+        if self.consumer.declaration.when_lost != "skip" or self._rebuild:
+            return False
+        starts = [
+            (self._find_record(partition), group.start_positions)
+            for group in self.groups
+            for partition in group.partitions or (None,)
+        ]
+        return any(
+            record is not None and name in record.inputs and position not in (None, record.inputs[name])
+            for record, start_positions in starts
+            for name, position in start_positions.items()
+        )
+
+    @property
     def _whole_group(self) -> PartitionGroup:
         return PartitionGroup(
             self.partitions, dict.fromkeys((upstream.name for upstream in self.inputs.values()), None)
@@ -333,9 +354,9 @@ class Consumption:
             return None
         try:
             self.change_since(upstream, since)
-        except ChangeLost as error:
+        except ChangeLost:
             if self.consumer.declaration.when_lost == "fail":
-                raise self._with_rebuild_hint(error) from None
+                raise
             return None if self.consumer.declaration.when_lost == "rebuild" else upstream.up_to
         return since
 
@@ -362,9 +383,12 @@ class Consumption:
         """
         cache_key = upstream.name, since
         if cache_key not in self._changes:
-            self._changes[cache_key] = capture_change(
-                upstream.table, since, name=upstream.name, up_to=upstream.up_to
-            )
+            try:
+                self._changes[cache_key] = capture_change(
+                    upstream.table, since, name=upstream.name, up_to=upstream.up_to
+                )
+            except ChangeLost as error:
+                raise self._with_rebuild_hint(error) from None
         return self._changes[cache_key]
 
     def commits(self, key: AssetKey) -> list[MainCommit]:
@@ -637,10 +661,11 @@ class Consumption:
     def pending_partitions(self) -> set[str]:
         """Return all partitions that must be computed.
 
-        These have something to consume, or follow such a partition if partitions are computed in order.
-        Raises ChangeLost.
+        These have something to consume, or follow such a partition if partitions are computed in order. If a
+        change is lost, all partitions at the lost position count. Raises ChangeLost if the declaration has
+        `when_lost="fail"`.
         """
-        return pending_partitions(self._consumer_state())
+        return pending_partitions(self._consumer_state(lost_is_all=self._accepts_lost_changes))
 
     def partitions_to_rebuild(self) -> set[str]:
         """Return the partitions that a rebuild must compute so that no recorded position is lost any more.
@@ -672,9 +697,15 @@ class Consumption:
         """Return the consumption record and the unconsumed change of each of these partitions.
 
         The record is the partition's own, else the common position. It is None if nothing was consumed for
-        the partition. Raises ChangeLost. Cost: reads manifests only.
+        the partition. A lost change has no counts. Raises ChangeLost if the declaration has
+        `when_lost="fail"`. Cost: reads manifests only.
         """
-        return changes_by_partition(self._consumer_state(), partitions)
+        return changes_by_partition(self._consumer_state(lost_is_all=self._accepts_lost_changes), partitions)
+
+    @property
+    def _accepts_lost_changes(self) -> bool:
+        """Whether a run may be launched although a change is lost: it computes anew or continues from now."""
+        return self.consumer.declaration.when_lost != "fail"
 
     def runs_by_partition(
         self, partitions: Iterable[str], select_runs: Callable[[Collection[str]], Collection[str]]
@@ -682,9 +713,22 @@ class Consumption:
         """Return, for each partition, the runs that made its unconsumed changes.
 
         `select_runs` gets the ids of these runs and returns those to include. Partitions without such runs
-        have no entry. Raises ChangeLost.
+        have no entry. Raises ChangeLost if the declaration has `when_lost="fail"`.
         """
-        return runs_by_partition(self._consumer_state(), partitions, select_runs)
+        state = self._consumer_state()
+        by_record = group_by_position(state, partitions)
+        groups = [PartitionGroup(tuple(keys), self._start_positions(record)) for record, keys in by_record]
+        return self._runs_of_groups(groups, select_runs)
+
+    def _runs_of_groups(
+        self, groups: Iterable[PartitionGroup], select_runs: Callable[[Collection[str]], Collection[str]]
+    ) -> dict[str, set[str]]:
+        state, run_ids_by_key = self._consumer_state(), dict[str, set[str]]()
+        for group in groups:
+            runs = runs_by_partition(state, group.partitions, group.start_positions, select_runs)
+            for key, run_ids in runs.items():
+                run_ids_by_key.setdefault(key, set()).update(run_ids)
+        return run_ids_by_key
 
     def consumed_run_ids(self, select_runs: Callable[[Collection[str]], Collection[str]]) -> set[str]:
         """Return the ids of the runs whose changes the step consumes.
@@ -694,7 +738,7 @@ class Consumption:
         Raises ChangeLost.
         """
         if self.partitions:
-            run_ids_by_partition = self.runs_by_partition(self.partitions, select_runs)
+            run_ids_by_partition = self._runs_of_groups(self.groups, select_runs)
             return {run_id for runs in run_ids_by_partition.values() for run_id in runs}
         run_ids = {
             run_id

@@ -218,11 +218,12 @@ def changes_by_partition(
     """Return, for each of these partitions, its consumption record and its unconsumed change.
 
     The record is None if nothing was consumed for the partition; then everything is unconsumed and nothing is
-    counted. A file with rows of several partitions counts with all its rows in each of them. Raises
-    ChangeLost. Cost: reads the same manifests as `pending_partitions`.
+    counted. The same holds for a lost change. A file with rows of several partitions counts with all its rows
+    in each of them. Raises ChangeLost, unless `lost_is_all`. Cost: reads the same manifests as
+    `pending_partitions`.
     """
     changes: dict[str, tuple[ConsumptionRecord | None, Unconsumed]] = {}
-    for record, keys in _group_by_position(state, partitions):
+    for record, keys in group_by_position(state, partitions):
         if record is None:
             changes |= {key: (None, Unconsumed(whole=True)) for key in keys}
         else:
@@ -253,39 +254,40 @@ def may_have_lost_rows(
 
 def runs_by_partition(
     state: ConsumerState,
-    partitions: Iterable[str],
+    partitions: Collection[str],
+    start_positions: Mapping[str, Position | None],
     select_runs: Callable[[Collection[str]], Collection[str]],
 ) -> dict[str, set[str]]:
     """Return, for each of these partitions, the ids of the runs that made its unconsumed changes.
 
-    Partitions without such runs have no entry. `select_runs` gets the ids of the runs that changed an input
-    and returns those to count. A run counts for each partition that may have rows in a file which the run
-    added or removed, even if a later change reversed its change. Manifests are read only if `select_runs`
+    `start_positions` are the positions after which changes count, by dotted name of the input; None means all
+    rows. Partitions without such runs have no entry. `select_runs` gets the ids of the runs that changed an
+    input and returns those to count. A run counts for each partition that may have rows in a file which the
+    run added or removed, even if a later change reversed its change. Manifests are read only if `select_runs`
     returns a run. Raises ChangeLost.
     """
     run_ids_by_key: dict[str, set[str]] = defaultdict(set)
-    for record, keys in _group_by_position(state, partitions):
-        for upstream in state.inputs:
-            position = record.inputs.get(upstream.name) if record is not None else None
-            runs = runs_since(upstream.table.metadata, position, table=upstream.name)
-            selected_runs = {*select_runs({*runs.values()})}
-            if not selected_runs:
-                continue
-            bounds = _input_bounds(state, upstream)
-            finder = PartitionFinder(
-                _require_definition(state), keys, reach=state.consumer.reach_of(upstream.key)
-            )
-            for step in state.change_since(upstream, position).steps:
-                for file in (*step.added, *step.removed, *step.deletes):
-                    if (run_id := runs.get(file.snapshot_id)) in selected_runs and run_id is not None:
-                        for key in finder.affected_keys(
-                            {name: column_bounds.ranges_of(file) for name, column_bounds in bounds.items()}
-                        ):
-                            run_ids_by_key[key].add(run_id)
+    for upstream in state.inputs:
+        position = start_positions[upstream.name]
+        runs = runs_since(upstream.table.metadata, position, table=upstream.name)
+        selected_runs = {*select_runs({*runs.values()})}
+        if not selected_runs:
+            continue
+        bounds = _input_bounds(state, upstream)
+        finder = PartitionFinder(
+            _require_definition(state), partitions, reach=state.consumer.reach_of(upstream.key)
+        )
+        for step in state.change_since(upstream, position).steps:
+            for file in (*step.added, *step.removed, *step.deletes):
+                if (run_id := runs.get(file.snapshot_id)) in selected_runs and run_id is not None:
+                    for key in finder.affected_keys(
+                        {name: column_bounds.ranges_of(file) for name, column_bounds in bounds.items()}
+                    ):
+                        run_ids_by_key[key].add(run_id)
     return dict(run_ids_by_key)
 
 
-def _group_by_position(
+def group_by_position(
     state: ConsumerState, partitions: Iterable[str]
 ) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
     """Yield pairs of a consumption record and those of `partitions` to which it applies.
@@ -411,7 +413,12 @@ def _count_changes(
         position = record.inputs.get(upstream.name)
         if position is None:  # the input was added to the declaration later, so all of it is new
             return {key: (None, Unconsumed(whole=True)) for key in keys}
-        change = state.change_since(upstream, position)
+        try:
+            change = state.change_since(upstream, position)
+        except ChangeLost:
+            if not state.lost_is_all:
+                raise
+            return {key: (record, Unconsumed(whole=True)) for key in keys}
         times = {step.ordinal: step.at for step in change.steps}
         bounds = _input_bounds(state, upstream)
         finder = PartitionFinder(

@@ -136,10 +136,10 @@ class Unconsumed:
     """The published change that a consumer has not consumed: `rows` in `files` changed since `oldest`.
 
     `whole` means that the consumer has consumed nothing yet or must start again; then nothing is counted.
-    `new` means that no file changed, but some partitions must still be computed: they were defined later than
-    their rows, or are computed from a recomputed partition. `trouble` is the reason why the change is
-    unknown. `missing_input` is a message about an input that does not exist. Rows outside all partitions do
-    not count.
+    `new` means that no file changed, but a run is needed: some partitions were defined later than their rows,
+    or are computed from a recomputed partition, or a lost change is skipped. `trouble` is the reason why the
+    change is unknown. `missing_input` is a message about an input that does not exist. Rows outside all
+    partitions do not count.
     """
 
     files: int = 0
@@ -175,7 +175,10 @@ class Unconsumed:
         if self.whole:
             return "everything, for the first time or again"
         if self.new:
-            return "all rows of partitions that are new, redefined, or computed from a recomputed partition"
+            return (
+                "all rows of partitions that are new, redefined, or computed from a recomputed partition; or"
+                " the record that a lost change is skipped"
+            )
         return (
             f"{format_count(self.rows, 'row')} in {format_count(self.files, 'file')}"
             if self.files

@@ -52,7 +52,7 @@ from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
+from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, SchemaMismatch
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 TableName = str | AssetKey
@@ -264,7 +264,7 @@ class TimeReader:
                 return PublishedTime(None, reason, time.ingested)
         try:
             input_time = _consumer_time(consumer, table, tables, times, self.instance)
-        except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
+        except (ChangeLost, InputColumnGone, PositionUnreadable, SchemaMismatch) as error:
             return PublishedTime(None, f"It is not known what table {name} has consumed: {error.message}")
         if isinstance(input_time, str):
             return PublishedTime(None, f"Table {name} {input_time}")
@@ -281,7 +281,7 @@ def _consumer_time(
     """Return the valid-through time of a consumer, or why it has none, as the end of a sentence.
 
     `input_tables` has the tables of the inputs by dotted name, and `times` the time of each input. Raises
-    ChangeLost, InputColumnGone or PositionUnreadable.
+    ChangeLost, InputColumnGone, PositionUnreadable or SchemaMismatch.
     """
     recorded = read_positions(table.metadata.properties, table=consumer.spec.name)
     positions = fit_positions(recorded, consumer).without_lost(
