@@ -93,8 +93,8 @@ def show_consumers(report: dict[str, Any], console: Console | None = None) -> No
         for row in report["consumers"]:
             age = row["unconsumed_age_s"]
             table.add_row(
-                row["table"],
-                row["input"],
+                escape(row["table"]),
+                escape(row["input"]),
                 escape(row["trouble"] or _format_unconsumed(row)),
                 "" if age is None else f"{age:,.0f} s",
                 str(row["partitions_ahead"] or ""),
@@ -102,7 +102,7 @@ def show_consumers(report: dict[str, Any], console: Console | None = None) -> No
                 row["run_id"],
             )
         for row in report["unreadable"]:
-            table.add_row(row["table"], "?", escape(row["trouble"]), "", "", "", "")
+            table.add_row(escape(row["table"]), "?", escape(row["trouble"]), "", "", "", "")
         console.print(table)
         console.print(_LEGEND, soft_wrap=True, highlight=False)
 

@@ -7,7 +7,6 @@ judge or publish it.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -22,6 +21,7 @@ from rich.table import Table
 from branchlake_dagster.cleanup.reaper_rules import Reaping
 from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.command_settings import ENVIRONMENT
+from branchlake_dagster.cli.consoles import open_console
 from branchlake_dagster.cli.dagster_home import open_instance
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.errors import ConfigurationError
@@ -56,7 +56,7 @@ def show_reaping(reapings: Sequence[Reaping], sweepings: Sequence[Sweeping], *, 
     The tags keep the states of discarded branches. With `dry_run`, the text says that branches and files
     would be deleted.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console = open_console(_WIDE)
     would = "would be " if dry_run else ""
     if reapings:
         table = Table("branch", "run", "age", "heartbeat", "decision", "reason")
@@ -111,7 +111,7 @@ def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
 
 def show_parked_runs(runs: list[dict[str, Any]]) -> None:
     """Print the parked runs, as `gather_parked_runs` returns them, as a table with the next commands."""
-    console = Console()
+    console = open_console(_WIDE)
     if not runs:
         console.print("No run is set aside.")
         return
@@ -264,7 +264,7 @@ def show_status(report: dict[str, Any], console: Console | None = None) -> None:
 
     `console` is None for standard output.
     """
-    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
+    console = console or open_console(_WIDE)
     names = {NESSIE: "Nessie", SPARK: "Spark Connect", KAFKA: "Kafka"}
     for name, server in report["servers"].items():
         state = f"port {server['port']}, pid {server['pid']}" if server["running"] else "not running"
@@ -272,7 +272,7 @@ def show_status(report: dict[str, Any], console: Console | None = None) -> None:
     if report["page"]:
         console.print(f"{'Nessie page':14} {report['page']}", soft_wrap=True)
     console.print(f"{'Warehouse':14} {report['warehouse']}", soft_wrap=True)
-    console.print(f"{'Settings':14} {report['settings_source']}", soft_wrap=True, markup=False)
+    console.print(f"{'Settings':14} {report['settings_source']}", soft_wrap=True)
     if report["main"] is None:
         console.print("To see branches, start the servers: branchlake up")
         return

@@ -6,7 +6,6 @@ The commands import their dependencies when they run.
 from __future__ import annotations
 
 import json
-import sys
 import time
 
 import click
@@ -57,9 +56,9 @@ def undo(
 
     Other tables that were computed from the undone rows are listed, with what computes them again.
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from branchlake_dagster.cli.consoles import open_console
     from branchlake_dagster.cli.dagster_home import open_instance
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.undo.find_publication import find_publication
@@ -109,7 +108,7 @@ def undo(
         click.echo(json.dumps(undo_to_json(result, stale, backfills), indent=2))
         _require_report(report_error, publication)
         return
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console = open_console(_WIDE)
     if result.tables:
         table = Table(*HEADERS)
         for undone_table in result.tables:
