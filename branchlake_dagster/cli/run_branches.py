@@ -148,7 +148,7 @@ def end_run(settings: Settings, run_id: str) -> str:
 
 def _find_parked_run(instance: DagsterInstance, run_id: str) -> DagsterRun:
     runs_by_id = {run.run_id: run for run in iter_parked_runs(instance)}
-    matches = [run for key, run in runs_by_id.items() if key.startswith(run_id)]
+    matches = [run for key, run in runs_by_id.items() if run_id and key.startswith(run_id)]
     if len(matches) != 1:
         raise ConfigurationError(
             f"{'Several runs' if matches else 'No run'} with the id {run_id!r}…"

@@ -105,7 +105,10 @@ class ConsumptionRecord:
         Raises ValueError for a text that is not JSON, KeyError for a missing field, and TypeError for JSON
         that is not an object, or for a field of another type.
         """
-        values = _require_type(json.loads(content), dict)
+        try:
+            values = _require_type(json.loads(content), dict)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
         valid_through = values.get("valid_through")
         return cls(
             {

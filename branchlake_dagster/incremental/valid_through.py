@@ -77,9 +77,20 @@ class ValidThrough:
     def from_dict(cls, recorded: Mapping[str, Any]) -> ValidThrough:
         """Parse the result of `as_dict`. Raises KeyError if a required field is missing.
 
-        Raises TypeError if `recorded` is not a mapping. The types of the times are not checked.
+        Raises TypeError if `recorded` is not a mapping, and ValueError for a time that no calendar has.
         """
-        return cls(recorded["inputs_ms"], recorded.get("table_ms"), frozenset(recorded["sources"]))
+        inputs_ms, table_ms, sources = recorded["inputs_ms"], recorded.get("table_ms"), recorded["sources"]
+        if not all(map(_is_time, (inputs_ms, 0 if table_ms is None else table_ms))):
+            raise ValueError(f"{recorded!r} has a time that is not in the years 1 to 9999")
+        return cls(inputs_ms, table_ms, frozenset(sources))
+
+
+_YEAR_1_MS, _YEAR_10000_MS = -62_135_596_800_000, 253_402_300_800_000
+
+
+def _is_time(ms: object) -> bool:
+    """Whether a recorded value is a time in ms since 1970 that a datetime can hold."""
+    return type(ms) is int and _YEAR_1_MS <= ms < _YEAR_10000_MS
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,9 @@ def ingested_time(metadata: TableMetadata, name: str) -> InputTime | None:
                 recorded.get("until"),
                 recorded.get("valid_through_ms"),
             )
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return None
-        if ms is None or until or not _is_ancestor(metadata, snapshot_id):
+        if not _is_time(ms) or until or not _is_ancestor(metadata, snapshot_id):
             return None
         times.append(ms)
     return InputTime(min(times), frozenset({name})) if times else None

@@ -190,7 +190,12 @@ class TableProgress:
 
         Raises ValueError, KeyError or TypeError if the JSON is damaged.
         """
-        fields = json.loads(progress_json)
+        try:
+            fields = json.loads(progress_json)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
+        if not isinstance(fields, dict):
+            raise TypeError(f"the JSON is {type(fields).__name__}, not an object")
         valid, snapshot_id = fields.get("valid_through_ms"), fields.get("at")
         offsets, refill_until = (
             _offsets_from_json(fields["topics"]),

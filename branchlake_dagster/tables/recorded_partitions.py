@@ -42,7 +42,7 @@ def _parse_list(record: str) -> tuple[str, ...] | None:
         return None
     try:
         return tuple(map(str, json.loads(record)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # a key of an older record starts with a bracket
 
 

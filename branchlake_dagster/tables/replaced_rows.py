@@ -183,7 +183,7 @@ def from_json(record: str) -> ReplacedRows:
         return ReplacedRows(
             tuple(tuple(_decode_condition(fields) for fields in part) for part in content["any"])
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return ALL_ROWS  # written outside branchlake or by a later version: assume the most rows
 
 

@@ -390,15 +390,24 @@ def test_an_input_that_was_created_again(
         assert [row[0] for row in values(p, copy)] == expected
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "spoilt",
+        "[" * 100_000,
+        '{"inputs": {}, "run": "", "base": "", "valid_through": {"inputs_ms": 1e30, "sources": []}}',
+    ],
+    ids=["no JSON", "nested", "a time that no calendar has"],
+)
 def test_a_position_that_cannot_be_read_is_replaced_by_a_rebuild(
-    lakehouse: Lakehouse, namespace: str, orders: Source
+    lakehouse: Lakehouse, namespace: str, orders: Source, value: str
 ) -> None:
     copy = copy_of(orders, namespace)
     with project(lakehouse, orders.asset, copy) as p:
         orders.append(p, ("a", 1))
         published(p, copy)
         with lakehouse.catalog().load_table((namespace, "copy")).transaction() as change:
-            change.set_properties({LakeProperty.CONSUMED: "spoilt"})
+            change.set_properties({LakeProperty.CONSUMED: value})
         p.run(copy.key, ok=False)
         p.failed_with(PositionUnreadable, LakeProperty.CONSUMED, "branchlake/rebuild=true")
         published(p, copy, tags={"branchlake/rebuild": "true"})

@@ -495,9 +495,12 @@ def test_snapshots_that_expire_after_a_roll_back_do_not_make_it_unseen() -> None
     assert found({"a": grown}).start == at(9)
 
 
-def test_a_property_that_cannot_be_read_is_replaced_by_the_snapshots_or_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "value", ['{"topics": 5}', "null", "[]", "[" * 100_000], ids=["fields", "null", "list", "nested"]
+)
+def test_a_property_that_cannot_be_read_is_replaced_by_the_snapshots_or_is_an_error(value: str) -> None:
     damaged = table(at(5))
-    damaged.properties[LakeProperty.OFFSETS_PREFIX + NAME] = '{"topics": 5}'
+    damaged.properties[LakeProperty.OFFSETS_PREFIX + NAME] = value
     assert found({"a": damaged}).position == at(5)
     removed = table(at(5))
     removed.properties.clear()

@@ -101,7 +101,12 @@ def test_thousands_of_keys_are_recorded_as_their_range() -> None:
         '{"v":1}',
         '{"v":1,"any":[[[1,"like","x"]]]}',
         '{"v":1,"any":7}',
+        '{"v":1,"any":[[[]]]}',
+        '{"v":1,"any":"7"}',
+        '{"v":1,"any":[[[1e400,"in",["a"]]]]}',
+        "[" * 100_000,
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_record_that_cannot_be_read_is_of_everything(text: str) -> None:
     assert from_json(text) == ALL_ROWS

@@ -160,6 +160,7 @@ def test_the_command_lists_and_retries(
         assert told["reason"]
         assert broken[:8] in branchlake("set-aside").output
         wrong = branchlake("set-aside", "retry", "nobody")
+        assert branchlake("set-aside", "end", "").exit_code == 1
         assert (wrong.exit_code, "nobody" in wrong.output) == (1, True)
         assert branchlake("set-aside", "retry", broken[:13]).exit_code == 0
     (content,) = p.lake.nessie.contents(run_branch_name(broken), [ContentKey([namespace, "t"])]).values()
