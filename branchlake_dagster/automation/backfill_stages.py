@@ -17,6 +17,7 @@ from branchlake_dagster.automation.backfill_progress import Partition, StageProg
 from branchlake_dagster.automation.backlog import iter_consumers
 from branchlake_dagster.automation.launch_decision import LaunchOutcome, launch_outcome
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.incremental.consumer_partitions import find_partitions_to_rebuild
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.internals.dagster import PARTITION_TAG, AssetGraph, add_asset_backfill, load_backfill
 from branchlake_dagster.runs.approval import approval_names, approve_run, is_on_main
@@ -179,7 +180,7 @@ def find_lost_partitions(
             consumption = Consumption(lake, consumer.consumer, rebuild=True, instance=instance)
             partition_keys: list[Partition] = [None]
             if consumer.consumer.tracks_partitions:
-                partition_keys = [*sorted(consumption.partitions_to_rebuild())]
+                partition_keys = [*sorted(find_partitions_to_rebuild(consumption))]
         except BranchlakeError:  # for example a missing input column, which the stage's message names
             partition_keys = []
         missing_keys = [key for key in partition_keys if key not in requested_by_asset.get(asset, ())]

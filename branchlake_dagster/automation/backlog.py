@@ -26,6 +26,14 @@ from dagster import (
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeLost, ChangeSet, position_to_json
+from branchlake_dagster.incremental.consumer_partitions import (
+    find_pending_partitions,
+    find_predecessor_run,
+    load_changes_by_partition,
+    load_consumed_runs,
+    load_runs_by_partition,
+    plan_batches,
+)
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import (
     Consumer,
@@ -198,7 +206,7 @@ class ConsumerBacklog:
 
         Raises ChangeLost, PositionUnreadable or TableMissing.
         """
-        return tuple(sorted(self._consumption.pending_partitions()))
+        return tuple(sorted(find_pending_partitions(self._consumption)))
 
     @cached_property
     def batches(self) -> list[PartitionBatch]:
@@ -206,7 +214,7 @@ class ConsumerBacklog:
 
         Each batch also has the partitions that wait until its run is published.
         """
-        return self._consumption.plan_batches(self.pending_partitions, self._per_run)
+        return plan_batches(self._consumption, self.pending_partitions, self._per_run)
 
     def batch_of(self, partition: str) -> PartitionBatch:
         """Return the batch that contains a pending partition, or in which the partition waits.
@@ -240,7 +248,7 @@ class ConsumerBacklog:
         If a partition has consumed nothing yet, its position is None, and its change is `whole` without
         counts.
         """
-        return self._consumption.changes_by_partition(partitions) if partitions else {}
+        return load_changes_by_partition(self._consumption, partitions) if partitions else {}
 
     def held_partitions(
         self, partitions: Sequence[str | None], approvals: Approvals
@@ -254,8 +262,8 @@ class ConsumerBacklog:
             return {}
         run_ids: dict[str | None, set[str]] = {}
         if partition_keys := [partition for partition in partitions if partition is not None]:
-            run_ids.update(self._consumption.runs_by_partition(partition_keys, approvals.filter_runs))
-        if None in partitions and (runs := self._consumption.consumed_run_ids(approvals.filter_runs)):
+            run_ids.update(load_runs_by_partition(self._consumption, partition_keys, approvals.filter_runs))
+        if None in partitions and (runs := load_consumed_runs(self._consumption, approvals.filter_runs)):
             run_ids[None] = runs
         return {partition: approvals.approval_names(runs) for partition, runs in run_ids.items()}
 
@@ -271,7 +279,7 @@ class ConsumerBacklog:
         consumed_positions = (positions.common_position, positions.partitions.get(partition or ""))
         parts += [consumed.to_json() if consumed else "" for consumed in consumed_positions]
         if partition is not None and self._consumer.computes_in_order:
-            parts.append(self._consumption.predecessor_run(partition))
+            parts.append(find_predecessor_run(self._consumption, partition))
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
     def launch_key(self, partition: str | None) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,19 +13,17 @@ from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.errors import ConfigurationError, call_all
+from branchlake_dagster.errors import call_all
 from branchlake_dagster.history.capture import (
     ancestors_after,
     capture_change,
     contains_snapshot,
     position_on_branch,
     result_rolled_back_error,
-    runs_since,
 )
 from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
 from branchlake_dagster.history.ranges import Ranges, changed_ranges, unify_types, union_ranges
 from branchlake_dagster.incremental import positions as position_store
-from branchlake_dagster.incremental.affected_partitions import partition_coverage
 from branchlake_dagster.incremental.commits import MainCommit, commits_of_change, position_at
 from branchlake_dagster.incremental.declaration import (
     Consumer,
@@ -36,29 +34,14 @@ from branchlake_dagster.incremental.declaration import (
 )
 from branchlake_dagster.incremental.pending import (
     ConsumerState,
-    PartitionBatch,
-    changes_by_partition,
-    compute_valid_through,
-    group_by_position,
     is_at_common_position,
     may_have_lost_rows,
-    partition_predecessors,
-    pending_partitions,
-    plan_batches,
-    runs_by_partition,
-    windows_end_ms,
-    with_successors,
 )
 from branchlake_dagster.incremental.positions import (
     ConsumptionRecord,
     Positions,
-    PropertyUpdate,
-    Unconsumed,
     fit_positions,
-    partition_extent,
-    partition_identity,
 )
-from branchlake_dagster.incremental.valid_through import ValidThrough
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.errors import PositionUnreadable, TableMissing
@@ -110,13 +93,14 @@ class Consumption:
     # -- inputs and positions ----------------------------------------------------------------------
 
     @cached_property
-    def _base_hash(self) -> str:
+    def base_hash(self) -> str:
+        """The commit of `main` from which the run's branch started; empty outside a run."""
         branch = self._lake.run_branch
         return branch.open().base_hash if branch is not None else ""
 
     @cached_property
     def _main_catalog(self) -> NessieCatalog:
-        return self._lake.lakehouse.catalog(f"{MAIN}@{self._base_hash}" if self._base_hash else MAIN)
+        return self._lake.lakehouse.catalog(f"{MAIN}@{self.base_hash}" if self.base_hash else MAIN)
 
     @cached_property
     def inputs(self) -> dict[AssetKey, UpstreamTable]:
@@ -207,7 +191,7 @@ class Consumption:
             return (self._whole_group,)
         partitions_by_position: dict[tuple[tuple[str, Position | None], ...], list[str]] = {}
         for partition in self.partitions or (None,):
-            since = self._start_positions(self._find_record(partition))
+            since = self.start_positions(self.find_record(partition))
             if any(position is None for position in since.values()):
                 # A result that replaces everything must be computed from everything.
                 return (self._whole_group,)
@@ -228,7 +212,7 @@ class Consumption:
         """
         if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "rebuild":
             return False
-        state = self._consumer_state()
+        state = self.consumer_state()
         return any(
             may_have_lost_rows(
                 state,
@@ -261,7 +245,7 @@ class Consumption:
         if self.consumer.declaration.when_lost != "skip" or self._rebuild:
             return False
         starts = [
-            (self._find_record(partition), group.start_positions)
+            (self.find_record(partition), group.start_positions)
             for group in self.groups
             for partition in group.partitions or (None,)
         ]
@@ -285,16 +269,26 @@ class Consumption:
         """
         return any(since is None for group in self.groups for since in group.start_positions.values())
 
-    def _find_record(self, partition: str | None) -> ConsumptionRecord | None:
-        return self.positions.find_record(partition, lambda: self._is_covered(partition))
+    def find_record(self, partition: str | None) -> ConsumptionRecord | None:
+        """Return what was consumed for a partition, or for the table if it is None; None if nothing was.
 
-    def _is_covered(self, partition: str | None) -> bool:
+        This is the partition's own record, else the common position.
+        """
+        return self.positions.find_record(partition, lambda: self.is_covered(partition))
+
+    def is_covered(self, partition: str | None) -> bool:
+        """Whether the common position holds for a partition that has no record of its own."""
         definition = self.consumer.definition
         if definition is None or partition is None:
             return False
         return is_at_common_position(self.positions, definition, partition)
 
-    def _start_positions(self, record: ConsumptionRecord | None) -> dict[str, Position | None]:
+    def start_positions(self, record: ConsumptionRecord | None) -> dict[str, Position | None]:
+        """Return the positions after which partitions with this record consume, by dotted name of the input.
+
+        None means that all rows of the input are consumed. Raises ChangeLost if a change is lost and the
+        declaration has `when_lost="fail"`.
+        """
         start_positions, restart_reason = {}, self.positions.restart_reason
         for upstream in self.inputs.values():
             # A partition created after the common position has consumed nothing, whatever `start` is.
@@ -411,7 +405,7 @@ class Consumption:
                 self.consumer.inputs[key],
                 upstream.table,
                 change,
-                main_hash=self._base_hash,
+                main_hash=self.base_hash,
                 after_hash=base_hash,
             )
             for commit in change_commits:
@@ -492,120 +486,6 @@ class Consumption:
 
     # -- the result --------------------------------------------------------------------------------
 
-    def build_update(self, snapshot_id: int | None = None) -> PropertyUpdate:
-        """Return the changes of table properties that record what the step has consumed.
-
-        `snapshot_id` is the snapshot of the asset's table that has the result; None if there is none. The
-        update is empty if the same positions are already recorded for all partitions of the run, unless
-        partitions are computed in order or everything was computed anew.
-        """
-        record = replace(self._new_record(), snapshot_id=snapshot_id)
-        # Partitions in order: every result is recorded, because the next ones are computed from it.
-        if (
-            not self.consumer.computes_in_order
-            and not self.whole
-            and all(
-                (earlier_record := self._find_record(partition)) is not None
-                and earlier_record.inputs == record.inputs
-                for partition in self.partitions or (None,)
-            )
-        ):
-            return PropertyUpdate({})  # no update: then two runs that consume nothing can both be published
-        definition = self.consumer.definition
-        if not self.consumer.tracks_partitions or definition is None:
-            record = replace(record, valid_through=self._valid_through((), None))
-            return position_store.advance_positions(self.positions, record, (), None)
-        # Appended rows of two runs do not conflict. Their entries must, even if one run sets its entry and
-        # the other moves the common position.
-        keep_entries = self.consumer.spec.write_mode == "append"
-        extents = {partition: partition_extent(definition, partition) for partition in self.partitions}
-        end_ms = windows_end_ms(self.consumer)
-        remaining = self._pending_or_none()
-        if remaining is not None and self.consumer.computes_in_order:
-            remaining |= with_successors(definition, self.partitions, self._all_partitions)
-        if remaining is not None:
-            record = replace(
-                record, valid_through=self._valid_through(remaining - {*self.partitions}, end_ms)
-            )
-        if not self.consumer.computes_in_order:
-            return position_store.advance_positions(
-                self.positions, record, self.partitions, remaining, keep_entries=keep_entries, extents=extents
-            )
-        predecessor_runs = {
-            partition: self._predecessor_run(partition, record.run_id) for partition in self.partitions
-        }
-        return position_store.advance_positions(
-            self.positions,
-            record,
-            self.partitions,
-            remaining,
-            keep_entries=keep_entries,
-            extents=extents,
-            predecessor_runs=predecessor_runs,
-        )
-
-    @property
-    def _all_partitions(self) -> Sequence[str]:
-        """All partitions that the asset has now. They are listed again at each access."""
-        definition = self.consumer.definition
-        return definition.get_partition_keys(dynamic_partitions_store=self.instance) if definition else ()
-
-    @cached_property
-    def _predecessors(self) -> Mapping[str, str]:
-        definition = self.consumer.definition
-        return partition_predecessors(definition, self._all_partitions) if definition is not None else {}
-
-    def _predecessor_run(self, partition: str, own_run_id: str) -> str:
-        """Return the run that computes the previous partition. It may be the step's own run."""
-        predecessor = self._predecessors.get(partition)
-        return own_run_id if predecessor in self.partitions else self.predecessor_run(partition)
-
-    def predecessor_run(self, partition: str) -> str:
-        """Return the id of the run that computed the previous partition on `main`.
-
-        The result is the empty string if there is no previous partition or no run has computed it.
-        """
-        predecessor = self._predecessors.get(partition)
-        return (
-            self.positions.run_of(predecessor, lambda: self._is_covered(predecessor))
-            if predecessor is not None
-            else ""
-        )
-
-    @property
-    def blocking_partition(self) -> str | None:
-        """An earlier partition that still has changes to consume, or None.
-
-        The partitions of this run are computed from its result, so they must be computed again afterwards.
-        Always None if the partitions are not computed in order.
-        """
-        definition = self.consumer.definition
-        if not self.consumer.computes_in_order or definition is None:
-            return None
-        remaining = (self._pending_or_none() or set()) - {*self.partitions}
-        return next(
-            (
-                partition
-                for (partition,) in (batch.partitions for batch in self.plan_batches(remaining, 1))
-                if not {*self.partitions}.isdisjoint(
-                    with_successors(definition, {partition}, self._all_partitions)
-                )
-            ),
-            None,
-        )
-
-    def plan_batches(self, remaining: Iterable[str], max_partitions: int | None) -> list[PartitionBatch]:
-        """Divide the remaining partitions into batches that different runs can compute in parallel.
-
-        Usually each partition is its own batch. If partitions are computed in order, there is one batch for
-        each chain of partitions: its first `max_partitions` remaining partitions (None: all). The others of
-        the chain are `waiting`.
-        """
-        definition, partitions = self.consumer.definition, {*remaining}
-        if definition is None or not self.consumer.computes_in_order:
-            return [PartitionBatch((partition,)) for partition in sorted(partitions)]
-        return plan_batches(definition, partitions, self._all_partitions, max_partitions)
-
     def get_or_compute(self, name: str, compute: Callable[[], CachedValue]) -> CachedValue:
         """Return the value of `compute()`, which is called only once per name.
 
@@ -626,143 +506,17 @@ class Consumption:
         call_all(calls)
         return bool(calls)
 
-    def _new_record(self) -> ConsumptionRecord:
-        end_positions = {upstream.name: upstream.up_to for upstream in self.inputs.values()}
-        run, definition = self._lake.run_branch, self.consumer.definition
-        by_partition = self.consumer.tracks_partitions and definition is not None
-        own_coverage = (
-            partition_coverage(definition, instance=self.instance) if by_partition and definition else {}
-        )
-        own_identity = partition_identity(self.consumer)
-        return ConsumptionRecord(
-            end_positions,
-            run.run_id if run else "",
-            self._base_hash,
-            own_coverage,
-            partition_identity=own_identity,
-        )
-
-    def _valid_through(self, remaining: Collection[str], end_ms: int | None) -> ValidThrough | None:
-        """Return the time up to which the inputs and the table are complete after this run, or None.
-
-        It is computed from times that the inputs' tables have recorded; None if an input has no time.
-        `remaining` are the partitions that still have something to consume after the run. `end_ms` is the
-        result of `windows_end_ms`.
-        """
-        input_times = {
-            key: position_store.recorded_time(upstream.table.metadata, upstream.name)
-            for key, upstream in self.inputs.items()
-        }
-        valid_time = compute_valid_through(self._consumer_state(), input_times, remaining, end_ms)
-        if valid_time is not None and remaining and self.positions.restart_reason:
-            return replace(valid_time, table_ms=None)  # other partitions may have rows that do not count
-        return valid_time
-
-    def pending_partitions(self) -> set[str]:
-        """Return all partitions that must be computed.
-
-        These have something to consume, or follow such a partition if partitions are computed in order. If a
-        change is lost, all partitions at the lost position count. Raises ChangeLost if the declaration has
-        `when_lost="fail"`.
-        """
-        return pending_partitions(self._consumer_state(lost_is_all=self._accepts_lost_changes))
-
-    def partitions_to_rebuild(self) -> set[str]:
-        """Return the partitions that a rebuild must compute so that no recorded position is lost any more.
-
-        A partition with a valid position is included only if it has something left to consume. If only the
-        common position, or positions of partitions that have left the definition, are lost, the result is the
-        first partition: a run that computes any partition anew moves the common position.
-        """
-        partitions = pending_partitions(self._consumer_state(lost_is_all=True))
-        if not partitions and (self.positions.void_partitions or self._is_common_position_lost()):
-            return {*self._all_partitions[:1]}
-        return partitions
-
-    def _is_common_position_lost(self) -> bool:
-        """Whether the change of an input since the common position is lost."""
-        common_position = self.positions.common_position
-        if common_position is None:
-            return False
-        try:
-            for upstream in self.inputs.values():
-                self.change_since(upstream, common_position.inputs.get(upstream.name))
-        except ChangeLost:
-            return True
-        return False
-
-    def changes_by_partition(
-        self, partitions: Iterable[str]
-    ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-        """Return the consumption record and the unconsumed change of each of these partitions.
-
-        The record is the partition's own, else the common position. It is None if nothing was consumed for
-        the partition. A lost change has no counts. Raises ChangeLost if the declaration has
-        `when_lost="fail"`. Cost: reads manifests only.
-        """
-        return changes_by_partition(self._consumer_state(lost_is_all=self._accepts_lost_changes), partitions)
-
-    @property
-    def _accepts_lost_changes(self) -> bool:
-        """Whether a run may be launched although a change is lost: it computes anew or continues from now."""
-        return self.consumer.declaration.when_lost != "fail"
-
-    def runs_by_partition(
-        self, partitions: Iterable[str], select_runs: Callable[[Collection[str]], Collection[str]]
-    ) -> dict[str, set[str]]:
-        """Return, for each partition, the runs that made its unconsumed changes.
-
-        `select_runs` gets the ids of these runs and returns those to include. Partitions without such runs
-        have no entry. Raises ChangeLost if the declaration has `when_lost="fail"`.
-        """
-        state = self._consumer_state()
-        by_record = group_by_position(state, partitions)
-        groups = [PartitionGroup(tuple(keys), self._start_positions(record)) for record, keys in by_record]
-        return self._runs_of_groups(groups, select_runs)
-
-    def _runs_of_groups(
-        self, groups: Iterable[PartitionGroup], select_runs: Callable[[Collection[str]], Collection[str]]
-    ) -> dict[str, set[str]]:
-        state, run_ids_by_key = self._consumer_state(), dict[str, set[str]]()
-        for group in groups:
-            runs = runs_by_partition(state, group.partitions, group.start_positions, select_runs)
-            for key, run_ids in runs.items():
-                run_ids_by_key.setdefault(key, set()).update(run_ids)
-        return run_ids_by_key
-
-    def consumed_run_ids(self, select_runs: Callable[[Collection[str]], Collection[str]]) -> set[str]:
-        """Return the ids of the runs whose changes the step consumes.
-
-        `select_runs` gets the ids and returns those to include. Without partitions, only table metadata is
-        read. If the step consumes everything, these are all runs that the metadata of the inputs still names.
-        Raises ChangeLost.
-        """
-        if self.partitions:
-            run_ids_by_partition = self._runs_of_groups(self.groups, select_runs)
-            return {run_id for runs in run_ids_by_partition.values() for run_id in runs}
-        run_ids = {
-            run_id
-            for upstream in self.inputs.values()
-            for group in self.groups
-            for run_id in runs_since(
-                upstream.table.metadata, group.start_positions[upstream.name], table=upstream.name
-            ).values()
-        }
-        return {*select_runs(run_ids)}
-
     @property
     def run_id(self) -> str | None:
         """The run that consumes; None outside a run."""
         branch = self._lake.run_branch
         return branch.run_id if branch is not None else None
 
-    def _pending_or_none(self) -> set[str] | None:
-        try:
-            return pending_partitions(self._consumer_state(lost_is_all=True))
-        except ConfigurationError:
-            return None
+    def consumer_state(self, *, lost_is_all: bool = False) -> ConsumerState:
+        """Return the state from which the partitions to compute are derived.
 
-    def _consumer_state(self, *, lost_is_all: bool = False) -> ConsumerState:
+        With `lost_is_all`, a lost change counts as everything. Otherwise it raises ChangeLost.
+        """
         inputs = tuple(self.inputs.values())
         return ConsumerState(
             self.consumer,

@@ -12,7 +12,9 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.history.change import from_epoch_ms
 from branchlake_dagster.incremental.commits import MainCommit
+from branchlake_dagster.incremental.consumer_partitions import find_blocking_partition, load_consumed_runs
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.consumption_update import build_update
 from branchlake_dagster.incremental.inputs import select_ranges, target_ranges
 from branchlake_dagster.incremental.positions import recorded_time
 from branchlake_dagster.internals.pyiceberg import open_transaction
@@ -92,7 +94,7 @@ def record_consumption(consumption: Consumption, table: Table) -> Table:
     If the run consumed a result that waits or waited for approval, the run waits for approval as well.
     """
     _inherit_approval(consumption)
-    update = consumption.build_update(snapshot_id=table.metadata.current_snapshot_id)
+    update = build_update(consumption, table.metadata.current_snapshot_id)
     properties = table.metadata.properties
     new_properties = {name: value for name, value in update.set.items() if properties.get(name) != value}
     removed_names = [name for name in update.remove if name in properties]
@@ -112,7 +114,7 @@ def _inherit_approval(consumption: Consumption) -> None:
     # A result computed from everything includes results approved long ago: only open approvals count.
     states = (APPROVAL_REQUIRED,) if consumption.whole else (APPROVAL_REQUIRED, APPROVAL_GIVEN)
     approvals = Approvals(consumption.instance, states)
-    consumed_runs = consumption.consumed_run_ids(approvals.filter_runs)
+    consumed_runs = load_consumed_runs(consumption, approvals.filter_runs)
     approvals.inherit_approval(run_id, consumed_runs, asset=consumption.consumer.asset)
 
 
@@ -174,7 +176,7 @@ def _too_early_metadata(consumption: Consumption) -> dict[str, Any]:
 
     Otherwise {}.
     """
-    blocking_partition = consumption.blocking_partition
+    blocking_partition = find_blocking_partition(consumption)
     if blocking_partition is None:
         return {}
     return {

@@ -26,6 +26,7 @@ from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.rows import CHANGE_TYPE, INSERT
 from branchlake_dagster.incremental import inputs, outputs
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.consumption_update import build_update
 from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, parse_declaration
 from branchlake_dagster.incremental.positions import PropertyUpdate
 from branchlake_dagster.incremental.step_consumption import build_consumer
@@ -221,7 +222,7 @@ class Step:
         change = self._change()
         before = base.get(name, create)
         after = self.run.lake.writer.store(before, change.on(before.kept))
-        update = self.consumption.build_update(after.metadata.current_snapshot_id)
+        update = build_update(self.consumption, after.metadata.current_snapshot_id)
         self.run.tables[name] = after.changed(properties=_updated(before.metadata.properties, update))
         self.run.changes[name] = change
 

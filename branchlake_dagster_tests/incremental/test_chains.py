@@ -12,6 +12,10 @@ import pytest
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.consumer_partitions import (
+    find_blocking_partition,
+    find_pending_partitions,
+)
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.pending import PartitionBatch, plan_batches, with_successors
@@ -120,7 +124,7 @@ class Totals:
 
     @property
     def left(self) -> set[str]:
-        return self.consumption().pending_partitions()
+        return find_pending_partitions(self.consumption())
 
 
 @pytest.fixture
@@ -155,12 +159,12 @@ def test_a_result_that_is_computed_anew_leaves_all_after_it(totals: Totals) -> N
 
 def test_a_day_that_was_computed_too_early_is_left(totals: Totals) -> None:
     totals.change(2)
-    assert totals.consumption(5).blocking_partition == key(2)
+    assert find_blocking_partition(totals.consumption(5)) == key(2)
     totals.run(5).publish()
     assert totals.left == keys(2)
     totals.run(2, 3, 4).publish()
     assert totals.left == keys(5)
-    assert totals.consumption(5).blocking_partition is None
+    assert find_blocking_partition(totals.consumption(5)) is None
 
 
 def test_runs_of_neighboring_days_beside_each_other(totals: Totals) -> None:

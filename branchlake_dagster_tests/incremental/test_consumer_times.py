@@ -23,7 +23,9 @@ from dagster import (
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import Reach
+from branchlake_dagster.incremental.consumer_partitions import find_partitions_to_rebuild
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.consumption_update import build_update
 from branchlake_dagster.incremental.declaration import Consumer, Pattern, parse_declaration
 from branchlake_dagster.incremental.pending import windows_end_ms
 from branchlake_dagster.incremental.positions import ConsumptionRecord
@@ -133,7 +135,7 @@ class World:
         if consumer.definition is None:
             return [None]
         consumption = Consumption(self.run(), consumer)
-        return [*sorted(consumption.partitions_to_rebuild())]
+        return [*sorted(find_partitions_to_rebuild(consumption))]
 
     def run(self) -> Run:
         return Run(self.lake, f"run-{next(self.numbers)}", len(self.lake.states) - 1)
@@ -150,7 +152,7 @@ class World:
         table = self.lake.writer.rewrite(
             table, lambda row: partition is None or row.part == partition, lambda _: None, rows
         )
-        update = consumption.build_update(snapshot_id=table.metadata.current_snapshot_id)
+        update = build_update(consumption, table.metadata.current_snapshot_id)
         kept = {key: text for key, text in table.metadata.properties.items() if key not in update.remove}
         run.tables[name] = table.changed(properties={**kept, **update.set})
         return run

@@ -28,7 +28,7 @@ from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Position
 from branchlake_dagster.history.rows import RowReader
 from branchlake_dagster.incremental import consumption as consuming
-from branchlake_dagster.incremental import inputs, positions
+from branchlake_dagster.incremental import consumption_update, inputs, positions
 from branchlake_dagster.incremental import pending as pending_partitions
 from branchlake_dagster.incremental.affected_partitions import Reach
 from branchlake_dagster.incremental.consumption import Consumption
@@ -201,7 +201,7 @@ def _void_stays(now_at: Positions, *args: Any, **more: Any) -> PropertyUpdate:
 
 def _lost(self: Consumption) -> set[str] | None:
     try:
-        return pending_partitions.pending_partitions(self._consumer_state())
+        return pending_partitions.pending_partitions(self.consumer_state())
     except ChangeLost:
         return None
 
@@ -224,7 +224,7 @@ _BUGS: dict[str, Any] = {
         "fit_positions",
         lambda found, consumer: found,
     ),
-    "new partitions count as consumed": (Consumption, "_is_covered", lambda *_: True),
+    "new partitions count as consumed": (Consumption, "is_covered", lambda *_: True),
     "what the own table holds of new partitions is not looked for": (
         pending_partitions,
         "_partitions_with_files",
@@ -238,7 +238,7 @@ _BUGS: dict[str, Any] = {
     "results that were rolled back count": (Positions, "without_lost", lambda found, _: found),
     "entries that count for nothing stay": (positions, "advance_positions", _void_stays),
     "new partitions are not looked for": (pending_partitions, "_partitions_with_rows", lambda *_: set()),
-    "a lost floor never moves again": (Consumption, "_pending_or_none", _lost),
+    "a lost floor never moves again": (consumption_update, "find_pending_or_none", _lost),
     "runs of one consumer look alike": (
         (ConsumptionRecord, "to_json", lambda self: _TEXT(replace(self, run_id="", base_hash=""))),
         (positions, "advance_positions", _only_the_floor),

@@ -32,7 +32,13 @@ from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import ChangeLost
 from branchlake_dagster.incremental import inputs, outputs, spark_inputs
 from branchlake_dagster.incremental import inputs as arrow_inputs
+from branchlake_dagster.incremental.consumer_partitions import (
+    find_partitions_to_rebuild,
+    find_pending_partitions,
+    plan_batches,
+)
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.consumption_update import build_update
 from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.pending import PartitionBatch
 from branchlake_dagster.incremental.step_consumption import build_consumer
@@ -265,16 +271,16 @@ class History:
                 )
             arrow_frames.write_frame(result, table, spec, where, properties)
         outputs.record_consumption(consumption, table)
-        return bool(consumption.build_update().set)
+        return bool(build_update(consumption).set)
 
     def days(self, resource: Any) -> tuple[tuple[str, ...], bool]:
         """The days that a run computes next, some or all of those left; whether their change is lost."""
         try:
-            left, lost = Consumption(resource, self.consumer).pending_partitions(), False
+            left, lost = find_pending_partitions(Consumption(resource, self.consumer)), False
         except ChangeLost:
-            left = Consumption(resource, self.consumer, rebuild=True).partitions_to_rebuild()
+            left = find_partitions_to_rebuild(Consumption(resource, self.consumer, rebuild=True))
             lost = True
-        (batch,) = Consumption(resource, self.consumer).plan_batches(left, None) or [PartitionBatch(())]
+        (batch,) = plan_batches(Consumption(resource, self.consumer), left, None) or [PartitionBatch(())]
         return batch.partitions[: self.random.randrange(1, 5)], lost
 
     @staticmethod

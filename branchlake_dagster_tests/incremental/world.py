@@ -11,7 +11,12 @@ from typing import Any
 
 from branchlake_dagster.history.capture import capture_change
 from branchlake_dagster.history.change import ChangeLost
+from branchlake_dagster.incremental.consumer_partitions import (
+    find_partitions_to_rebuild,
+    find_pending_partitions,
+)
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.consumption_update import build_update
 from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.incremental.consumers import DAYS, FEW_DAYS, PAIRS, PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row, Table, left
@@ -372,7 +377,7 @@ class World:
                 rebuild = True
                 step = Step.of(kind, run, partitions=partitions, rebuild=rebuild, instance=self.instance)
                 step.write(self.writer.create(by_part=False))
-            told = step.consumption.build_update().set.values()
+            told = build_update(step.consumption).set.values()
             self.seen["rows beyond main"] += any('"beyond"' in one for one in told)
             self.seen["both tables"] += all(name in run.tables for name in kind.inputs)
             how = "everything" if step.consumption.whole else "a change"
@@ -463,12 +468,12 @@ class World:
         main = self.lake.main
         if any(name not in main for name in kind.inputs) or self._is_renamed(kind, main):
             return set(self._keys(kind))
-        wanted = self._consumption(kind).pending_partitions()
+        wanted = find_pending_partitions(self._consumption(kind))
         self._require_rest(kind, wanted)
         return wanted
 
     def _lost_partitions(self, kind: Kind) -> set[str]:
-        return self._consumption(kind, rebuild=True).partitions_to_rebuild()
+        return find_partitions_to_rebuild(self._consumption(kind, rebuild=True))
 
     def _is_known(self, kind: Kind) -> bool:
         """Whether it can be told what a partitioned consumer has left."""
@@ -489,7 +494,7 @@ class World:
     def _require_seen(self, step: Step) -> None:
         """A published result is what a full computation over what the run saw gives."""
         kind, partitions = step.kind, step.consumption.partitions
-        update = step.consumption.build_update()
+        update = build_update(step.consumption)
         if kind.from_start:
             return  # computed too early, it is computed again, and `_require_rest` looks at all others
         if not (update.set or update.remove):
