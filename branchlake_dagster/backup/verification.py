@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-from pyiceberg.manifest import DataFile, FileFormat
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from branchlake_dagster.backup.backup_record import BackupRecord, backup_name, verification_name
@@ -191,9 +191,9 @@ def _read_file(file: DataFile, io: _MovedFileIO) -> int:
     if size != file.file_size_in_bytes:
         raise ValueError(f"{path} has {size} bytes instead of {file.file_size_in_bytes}")
     if file.file_format != FileFormat.PARQUET:
-        return 0 if file.content.value else int(file.record_count)
+        return 0 if file.content != DataFileContent.DATA else int(file.record_count)
     with pq.ParquetFile(path) as parquet:
         rows = sum(batch.num_rows for batch in parquet.iter_batches())
     if rows != file.record_count:
         raise ValueError(f"{path} has {rows} rows instead of {file.record_count}")
-    return 0 if file.content.value else rows
+    return 0 if file.content != DataFileContent.DATA else rows

@@ -103,8 +103,17 @@ def is_first(snapshot: Snapshot) -> bool:
     """Whether the table had no snapshot before this one.
 
     A missing parent id is not enough: PyIceberg removes the parent id of a snapshot whose parent has expired.
+    Format version 1 has no sequence numbers. There, the first snapshot has added all files that it has.
     """
-    return snapshot.parent_snapshot_id is None and (snapshot.sequence_number or 0) <= 1
+    if snapshot.parent_snapshot_id is not None or (snapshot.sequence_number or 0) > 1:
+        return False
+    return snapshot.sequence_number == 1 or _adds_all_files(snapshot)
+
+
+def _adds_all_files(snapshot: Snapshot) -> bool:
+    """Whether a snapshot has added all its data files, by its summary. True if that is not known."""
+    total = summary_value(snapshot, "total-data-files")
+    return total is None or total == (summary_value(snapshot, "added-data-files") or "0")
 
 
 def summary_value(snapshot: Snapshot, name: str) -> str | None:
@@ -300,7 +309,7 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
         return tuple(
             ChangedFile(file, snapshot.snapshot_id, ordinal)
             for file in data_files
-            if (file.content is DataFileContent.DATA) is data
+            if (file.content == DataFileContent.DATA) is data
         )
 
     added, removed = changed_files(files.added, data=True), changed_files(files.removed, data=True)

@@ -187,7 +187,7 @@ class ChangeSet:
     @property
     def has_equality_deletes(self) -> bool:
         """Whether rows were deleted by value. Only a scan can find these rows."""
-        return any(file.file.content is DataFileContent.EQUALITY_DELETES for file in self.deletes)
+        return any(file.file.content == DataFileContent.EQUALITY_DELETES for file in self.deletes)
 
     def files(self) -> Iterator[ChangedFile]:
         """Iterate over all files of the change."""

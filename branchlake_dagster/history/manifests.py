@@ -297,7 +297,7 @@ class OwnFilesCache:
         cached_files = self._find_cached(key)
         if isinstance(cached_files, tuple):
             return cached_files
-        is_data = manifest.content is ManifestContent.DATA
+        is_data = manifest.content == ManifestContent.DATA
         files = tuple(
             LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id or 0, is_data)
             for entry in read_manifest_entries(io, manifest)

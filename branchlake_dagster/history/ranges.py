@@ -222,9 +222,9 @@ class ColumnRanges:
 
     def _ranges_of_file(self, file: DataFile, spec: PartitionSpec) -> Ranges:
         partition_ranges = self._ranges_from_partition(file, spec)
-        if file.content is DataFileContent.POSITION_DELETES:
+        if file.content == DataFileContent.POSITION_DELETES:
             return self._ranges_from_bounds(file, spec) if self._is_constant(spec) else partition_ranges
-        if file.content is DataFileContent.EQUALITY_DELETES:
+        if file.content == DataFileContent.EQUALITY_DELETES:
             has_bounds = self._is_constant(spec) or self._field.field_id in (file.equality_ids or [])
             return _intersect_ranges(
                 self._ranges_from_bounds(file, spec) if has_bounds else Ranges(anything=True),

@@ -173,7 +173,7 @@ class RowReader:
                     is_in_force = not number
                 if is_in_force:
                     delete_files.append(entry.data_file)
-        if any(file.content is DataFileContent.EQUALITY_DELETES for file in delete_files):
+        if any(file.content == DataFileContent.EQUALITY_DELETES for file in delete_files):
             raise self._equality_delete_error()
         return delete_files
 
@@ -235,7 +235,7 @@ def _step_key(file: ChangedFile) -> tuple[int, int]:
 def _applicable_deletes(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
     """Return the position delete files that may delete rows of a data file."""
     positions = (
-        delete_file for delete_file in deletes if delete_file.content is DataFileContent.POSITION_DELETES
+        delete_file for delete_file in deletes if delete_file.content == DataFileContent.POSITION_DELETES
     )
     return {
         delete_file

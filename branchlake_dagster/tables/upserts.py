@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from pyiceberg import types as ice
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, GreaterThanOrEqual, In, LessThanOrEqual
 from pyiceberg.io.pyarrow import ArrowScan
-from pyiceberg.manifest import DataFile
+from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
@@ -151,7 +151,10 @@ def _iter_file_counts(table: Table) -> Iterator[tuple[int, bool]]:
     for manifest in read_manifests(table.io, table.current_snapshot()):
         counts = (manifest.added_files_count, manifest.existing_files_count)
         # Format version 1 does not require the counts. A missing count means that files may exist.
-        yield sum(1 if count is None else count for count in counts), manifest.content.name == "DELETES"
+        yield (
+            sum(1 if count is None else count for count in counts),
+            manifest.content == ManifestContent.DELETES,
+        )
 
 
 _READERS = 8
