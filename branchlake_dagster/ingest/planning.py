@@ -93,8 +93,9 @@ def plan_batch(
     """Plan the next ranges: at most `max_records` offsets, in proportion to the lag of each partition.
 
     `start` has the offset at which each partition continues. `start_of_topic` returns the start offsets of a
-    topic that was never read; its errors pass through. A partition that was added later starts at its
-    beginning. `first_offsets` has the first offset that was ever read of each partition, unless it is 0.
+    topic that was never read; its errors pass through. A partition that was added later starts at offset 0:
+    if its first records were deleted, they are lost. `first_offsets` has the first offset that was ever read
+    of each partition, unless it is 0.
 
     Raises TopicChanged if a topic was recreated or reset or has lost unread records, and its rule is "stop".
     """
@@ -171,7 +172,8 @@ def _next_offsets(
     next_offsets = {}
     for number in sorted(topic.ends):
         partition = TopicPartition(topic.name, topic.incarnation, number)
-        offset = positions.get(number, start_offsets.get(partition, topic.begins[number]))
+        first_offset = 0 if positions else topic.begins[number]
+        offset = positions.get(number, start_offsets.get(partition, first_offset))
         next_offsets[number], note = _clamp_offset(topic, number, offset, rules)
         if note:
             notes.append(note)

@@ -357,6 +357,12 @@ def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() 
     gone = plan(topic((9, 9)), start=at(4), rules=TopicRules(on_lost="skip"))
     assert (dict(gone.advanced_offsets), gone.is_empty) == (at(9), False)
 
+    with raising(TopicChanged, 0, 2, reason="records_deleted", subject="t[1]"):  # of an added partition
+        plan(topic((0, 5), (3, 9)), start=at(5))
+    planned = plan(topic((0, 5), (3, 9)), start=at(5), rules=TopicRules(on_lost="skip"))
+    assert planned.ranges == {TopicPartition("t", "i", 1): OffsetRange(3, 9)}
+    assert len(planned.notes) == 1
+
     with raising(TopicChanged, 5, 9, reason="end_set_back", subject="t[0]"):
         plan(topic((0, 5), (0, 3)), start=at(9, 2))
     planned = plan(topic((0, 5), (0, 3)), start=at(9, 2), rules=TopicRules(on_reset="continue_at_end"))
