@@ -224,6 +224,8 @@ class _SensorTick:
         """The other assets that the run of an asset computes; empty without `with_downstream`."""
         self.chains: Mapping[AssetKey, Collection[AssetKey]] = {}
         """The assets of each asset's chain. Only one run of a chain is launched at a time."""
+        self._failures: dict[str, str] = {}
+        """The errors of consumers that could not be evaluated, by asset."""
         self._requested: set[AssetKey] = set()
         """The assets of chains for which this tick has launched a run."""
         self.is_quiet = True
@@ -265,7 +267,8 @@ class _SensorTick:
     def _record_failure(self, name: str, error: Exception) -> None:
         self.is_quiet = False
         message = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
-        self.log_lines.append(f"{name}: {message}")
+        self._failures[name] = f"{name}: {message}"
+        self.log_lines.append(self._failures[name])
 
     def iter_observations(self, last_shown: dict[AssetKey, object]) -> Iterator[AssetObservation]:
         """Yield an observation for each consumer whose backlog changed. Updates `last_shown`.
@@ -364,7 +367,9 @@ class _SensorTick:
                 for one in self.unconsumed_by_asset.values()
                 if one.trouble or one.missing_input
             ]
-            checked_clause = f"{format_count(len(self.unconsumed_by_asset), 'consumer')} checked"
+            problems += self._failures.values()
+            names = {key.to_user_string() for key in self.unconsumed_by_asset} | self._failures.keys()
+            checked_clause = f"{format_count(len(names), 'consumer')} checked"
             return f"{checked_clause}; {problems[0]}" if problems else f"{checked_clause}, nothing to consume"
         launched_clause = (
             f", {format_count(len(self.run_requests), 'run')} launched" if self.run_requests else ""

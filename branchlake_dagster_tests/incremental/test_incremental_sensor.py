@@ -331,6 +331,7 @@ def test_an_error_of_any_class_is_reported_and_nothing_counts_as_consumed(
         with monkeypatch.context() as patched:
             patched.setattr(ConsumerBacklog, "unconsumed", property(broken))
             assert ticks.tick() == []
+            assert KeyError.__name__ in ticks.why
         orders.append(p, ("a", 1))
         assert len(ticks.tick()) == 1
 
