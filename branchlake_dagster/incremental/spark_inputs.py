@@ -40,6 +40,7 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path
 from branchlake_dagster.tables.arrow_frames import (
     duplicate_key_error,
+    null_key_error,
     require_rows_inside,
     require_unique_keys,
 )
@@ -265,6 +266,7 @@ MAX_KEYS = 2_000
 _GONE = "__branchlake_gone"
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
+_NULL_KEY = "branchlake: upsert key is null"
 _OTHER_KEY = "branchlake: key has not changed"
 
 
@@ -369,8 +371,11 @@ def replace_by_spark(
         Window.partitionBy(*map(quote_spark_name, spec.keys))
     )
     present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
-    valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
-    source = both.withColumn(_COPIES, copies).filter(F.expr(valid))
+    assertions = (
+        f"assert_true({_GONE} OR ({present}), '{_NULL_KEY}') IS NULL",
+        f"assert_true({_GONE} OR {_COPIES} = 1, '{_NOT_UNIQUE}') IS NULL",
+    )
+    source = both.withColumn(_COPIES, copies).filter(F.expr(" AND ".join(assertions)))
     if selection is not None:
         source = source.filter(inside_assertion(selection, schema, f"{_GONE} OR {_COPIES} < 1"))
     source = source.filter(~F.col(_GONE) | (F.col(_COPIES) == 0)).alias("incoming")
@@ -391,6 +396,8 @@ def replace_by_spark(
         except Exception as error:
             if _NOT_UNIQUE in str(error):
                 raise duplicate_key_error(spec) from error
+            if _NULL_KEY in str(error):
+                raise null_key_error(spec, spec.keys) from error
             if _OTHER_KEY in str(error):
                 raise _other_keys_error("Rows", keys, spec) from error
             if OUTSIDE_MESSAGE in str(error):

@@ -73,11 +73,23 @@ def format_selected_rows(selection: Selection) -> str:
 
 
 def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
-    """Return the error for a frame whose upsert keys are null or occur twice. It names the key columns."""
+    """Return the error for a frame in which two rows have the same upsert key. It names the key columns."""
     return UpsertKeyInvalid(
-        f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+        f"Two rows share a key in ({', '.join(spec.keys)}).",
         table=spec.name,
         hint="Keep one row per key before returning the frame.",
+        reason="duplicate_key",
+    )
+
+
+def null_key_error(spec: TableSpec, keys: Sequence[str]) -> UpsertKeyInvalid:
+    """Return the error for a frame in which one of the key columns `keys` is null in a row."""
+    return UpsertKeyInvalid(
+        f"A row has no key: {format_names('column', keys)} must not be null.",
+        table=spec.name,
+        hint="Leave rows without a key out before returning the frame, or fill their keys.",
+        reason="null_key",
+        subject=", ".join(keys),
     )
 
 
@@ -486,8 +498,9 @@ def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
 
     `spec.keys` are the key columns, which the frame must have. They may have any type.
     """
-    nulls = any(frame[key].null_count for key in spec.keys)
-    if nulls or key_columns(frame, spec).n_unique() < frame.num_rows:
+    if null_keys := [key for key in spec.keys if frame[key].null_count]:
+        raise null_key_error(spec, null_keys)
+    if key_columns(frame, spec).n_unique() < frame.num_rows:
         raise duplicate_key_error(spec)
 
 

@@ -21,7 +21,7 @@ from branchlake_dagster.internals.pyspark import (
     unset_session_settings,
 )
 from branchlake_dagster.spark.session import is_connect, quote_spark_name
-from branchlake_dagster.tables.arrow_frames import duplicate_key_error, format_required_rows
+from branchlake_dagster.tables.arrow_frames import duplicate_key_error, format_required_rows, null_key_error
 from branchlake_dagster.tables.errors import (
     ColumnUnsupported,
     ForeignSession,
@@ -36,6 +36,7 @@ _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
 _COPIES_COLUMN = "__branchlake_copies"
 _NOT_UNIQUE_MESSAGE = "branchlake: upsert key not unique"
+_NULL_KEY_MESSAGE = "branchlake: upsert key is null"
 _UNSTABLE_MESSAGE = "branchlake: frame changed while it was written"
 OUTSIDE_MESSAGE = "branchlake: row outside the partitions"
 _FEW_CANDIDATE_ROWS = 1_000_000
@@ -235,10 +236,11 @@ def _with_unique_keys(
     require_key_columns(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
     keys_present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
-    unique_assertion = (
-        f"assert_true({_COPIES_COLUMN} = 1 AND {keys_present}, '{_NOT_UNIQUE_MESSAGE}') IS NULL"
+    assertions = (
+        f"assert_true({keys_present}, '{_NULL_KEY_MESSAGE}') IS NULL",
+        f"assert_true({_COPIES_COLUMN} = 1, '{_NOT_UNIQUE_MESSAGE}') IS NULL",
     )
-    source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
+    source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(" AND ".join(assertions)))
     if selection is not None:
         source = source.filter(inside_assertion(selection, schema, f"{_COPIES_COLUMN} < 1"))
     return source
@@ -252,6 +254,8 @@ def _typed_upsert_errors(spec: TableSpec, schema: Schema, selection: Selection |
     except Exception as error:
         if _NOT_UNIQUE_MESSAGE in str(error):
             raise duplicate_key_error(spec) from error
+        if _NULL_KEY_MESSAGE in str(error):
+            raise null_key_error(spec, spec.keys) from error
         if OUTSIDE_MESSAGE in str(error):
             raise partition_mismatch_error(spec, schema, selection, "Rows") from error
         if _UNSTABLE_MESSAGE in str(error):

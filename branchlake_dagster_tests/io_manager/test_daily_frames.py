@@ -145,7 +145,6 @@ def test_the_first_rows_of_an_upsert_need_no_spark_and_are_checked(
             f"{namespace}w",
             [pl.DataFrame(wrong)],
             UpsertKeyInvalid,
-            "Two rows share a key, or a key is null, in (k)",
             metadata=UPSERT,
         )
 

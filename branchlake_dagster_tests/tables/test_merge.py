@@ -35,6 +35,7 @@ from branchlake_dagster.tables.selection import Selection, Values
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
+from branchlake_dagster_tests.suite.raised import raising
 
 NOON = dt.datetime(2026, 11, 1, 12, tzinfo=dt.UTC)
 DAY = dt.date(2026, 11, 1)
@@ -245,9 +246,10 @@ def test_rows_of_other_partitions_are_matched_but_not_inserted(catalog: Catalog)
 def test_keys_that_are_null_or_repeated_are_refused(catalog: Catalog) -> None:
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0), ("mon", None, 0)))
-    for rows in (plain(("mon", None, 1)), plain(("mon", 2, 1), ("tue", 2, 2))):
-        with pytest.raises(UpsertKeyInvalid):
-            upserted(table, rows, "id")
+    with raising(UpsertKeyInvalid, reason="null_key", subject="id"):
+        upserted(table, plain(("mon", None, 1)), "id")
+    with raising(UpsertKeyInvalid, reason="duplicate_key"):
+        upserted(table, plain(("mon", 2, 1), ("tue", 2, 2)), "id")
     assert len(table.snapshots()) == 1
 
 
