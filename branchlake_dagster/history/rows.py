@@ -17,6 +17,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent, Manif
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
+from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.history.capture import ancestors_after, files_gone_error
 from branchlake_dagster.history.change import ChangedFile, ChangeKind, ChangeSet, RowsUnreadable
 from branchlake_dagster.history.manifests import read_entries, read_live_files
@@ -76,7 +77,8 @@ class RowReader:
         """Read the added and the removed rows.
 
         Unchanged rows of rewritten files are in both; `drop_unchanged_rows` removes them. Raises
-        RowsUnreadable as `read_removed`, and ChangeLost if a file of the change was deleted.
+        RowsUnreadable as `read_removed`, ChangeLost if a file of the change was deleted, and
+        StoredFileDamaged, which names the file.
         """
         try:
             return ChangedRows(self.read_added(), self.read_removed())
@@ -131,7 +133,8 @@ class RowReader:
         return pa.concat_tables(non_empty, promote_options="permissive") if non_empty else self._empty_rows()
 
     def _scan(self, tasks: Sequence[FileScanTask]) -> pa.Table:
-        return ArrowScan(self._table.metadata, self._table.io, self._schema, AlwaysTrue()).to_table(tasks)
+        with name_damaged_file(self._table.io, lambda: tasks):
+            return ArrowScan(self._table.metadata, self._table.io, self._schema, AlwaysTrue()).to_table(tasks)
 
     def _empty_rows(self) -> pa.Table:
         return self._add_commit_columns(arrow_schema(self._schema).empty_table(), 0, 0)

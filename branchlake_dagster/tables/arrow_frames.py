@@ -20,6 +20,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import TimestampType
 
+from branchlake_dagster.catalog.damaged_files import read_scan
 from branchlake_dagster.errors import format_first_values
 from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
@@ -552,15 +553,16 @@ def read_frame(
 ) -> Any:
     """Read the selected rows as `frame_type`.
 
-    `columns` selects columns and their order; None reads all columns.
+    `columns` selects columns and their order; None reads all columns. Raises StoredFileDamaged, which names
+    the file.
     """
     row_filter: BooleanExpression = (
         AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
     )
-    if columns is None:
-        return from_arrow(table.scan(row_filter=row_filter).to_arrow(), frame_type)
-    rows = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
-    return from_arrow(rows.select(list(columns)), frame_type)
+    names = ("*",) if columns is None else tuple(columns)
+    scan = table.scan(row_filter=row_filter, selected_fields=names)
+    rows = read_scan(scan)
+    return from_arrow(rows if columns is None else rows.select(list(columns)), frame_type)
 
 
 def from_arrow(rows: pa.Table, frame_type: type) -> Any:

@@ -37,6 +37,7 @@ from pyiceberg.transforms import (
 )
 from pyiceberg.types import NestedField, TimestampType, TimestamptzType
 
+from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.internals.pyiceberg import (
     commit_compaction,
     open_transaction,
@@ -350,9 +351,8 @@ def _write_file_parts(
     The bounds of a new file do not reach across a border of the selection. Yields the new files. `commit_id`
     and `file_numbers` make the names of the new files unique.
     """
-    rows = ArrowScan(
-        table_metadata=table.metadata, io=table.io, projected_schema=table.schema(), row_filter=AlwaysTrue()
-    ).to_table(tasks=[task])
+    with name_damaged_file(table.io, lambda: [task]):
+        rows = ArrowScan(table.metadata, table.io, table.schema(), AlwaysTrue()).to_table([task])
     cells = _number_cells(rows, selection)
     for cell in pc.unique(cells):
         part = rows.filter(pc.equal(cells, cell))

@@ -21,6 +21,7 @@ from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
+from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.history.manifests import column_facts, read_manifests
 from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
 from branchlake_dagster.tables.arrow_frames import (
@@ -318,7 +319,8 @@ def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) ->
     """Read the given columns of each file, in the order of `tasks`, without the rows that are deleted."""
 
     def read_file(task: FileScanTask) -> pa.Table:
-        return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
+        with name_damaged_file(table.io, lambda: [task]):
+            return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read_file, tasks))
