@@ -130,7 +130,7 @@ def run_demo(
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for plans in rounds:
             if any(plan.job in INGEST_JOBS for plan in plans):
-                _simulate_sensors(lake, _find_window(snapshots), say)
+                simulate_measurements(lake, snapshots, say)
             done = []
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
                 at = time.monotonic() - began
@@ -191,8 +191,12 @@ def _name_run(plan: Plan) -> str:
     return plan.job if plan.partition is None else f"{plan.job} {plan.partition}"
 
 
-def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) -> None:
-    """Write simulated measurements of the objects on `main` for the window to the landing folder."""
+def simulate_measurements(lake: Lakehouse, snapshots: Sequence[str], say: Callable[[str], None]) -> None:
+    """Write an hour of simulated measurements of the objects on `main` to the landing folder.
+
+    It is the hour of the newest of `snapshots`, as in `plan_for`. `say` is called with a line of progress.
+    Raises ConfigurationError if the settings name a landing folder.
+    """
     if lake.settings.landing is not None:
         raise ConfigurationError(
             "The demo would write simulated measurements into the landing folder of BRANCHLAKE_LANDING.",
@@ -202,7 +206,7 @@ def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) 
         )
     catalogue = lake.catalog(MAIN).load_table(tuple(CATALOGUE.path)).scan().to_arrow()
     elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
-    start = to_microseconds(datetime.strptime(window, windows.fmt).replace(tzinfo=UTC))
+    start = to_microseconds(datetime.strptime(_find_window(snapshots), windows.fmt).replace(tzinfo=UTC))
     folder = lake.settings.landing_folder
     counts = land_simulated_window(folder, elements, start=start, end=start + 3_600_000_000, seed=SEED)
     by_kind = ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
