@@ -279,7 +279,7 @@ def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition
     """Return the partitions of the stage that have something left to consume.
 
     For an asset without partitions, the result is {None} or the empty set. Raises ChangeLost,
-    PositionUnreadable, InputColumnGone or TableMissing.
+    PositionUnreadable, InputColumnGone, SchemaMismatch or TableMissing.
     """
     if stage.partitions is not None:
         return {partition for partition in backlog.pending_partitions if partition in stage.partitions}

@@ -31,8 +31,8 @@ def find_pending_partitions(consumption: Consumption) -> set[str]:
     """Return all partitions that must be computed.
 
     These have something to consume, or follow such a partition if partitions are computed in order. If a
-    change is lost, all partitions at the lost position count. Raises ChangeLost if the declaration has
-    `when_lost="fail"`.
+    change is lost, all partitions at the lost position count. Then ChangeLost is raised instead if the
+    declaration has `when_lost="fail"`.
     """
     return pending.pending_partitions(
         consumption.consumer_state(lost_is_all=_accepts_lost_changes(consumption))
@@ -88,8 +88,8 @@ def load_changes_by_partition(
     """Load the consumption record and the unconsumed change of each of these partitions.
 
     The record is the partition's own, else the common position. It is None if nothing was consumed for the
-    partition. A lost change has no counts. Raises ChangeLost if the declaration has `when_lost="fail"`. Cost:
-    reads manifests only.
+    partition. A lost change has no counts; it raises ChangeLost if the declaration has `when_lost="fail"`.
+    Cost: reads manifests only.
     """
     state = consumption.consumer_state(lost_is_all=_accepts_lost_changes(consumption))
     return pending.changes_by_partition(state, partitions)
@@ -100,8 +100,8 @@ def load_runs_by_partition(
 ) -> dict[str, set[str]]:
     """Load, for each partition, the runs that made its unconsumed changes.
 
-    Partitions without selected runs have no entry. Raises ChangeLost if the declaration has
-    `when_lost="fail"`.
+    Partitions without selected runs have no entry. Raises ChangeLost if a change is lost and the declaration
+    has `when_lost="fail"`.
     """
     by_record = pending.group_by_position(consumption.consumer_state(), partitions)
     groups = [PartitionGroup(tuple(keys), consumption.start_positions(record)) for record, keys in by_record]

@@ -53,12 +53,13 @@ def build_update(consumption: Consumption, snapshot_id: int | None = None) -> Pr
     # other moves the common position.
     keep_entries = consumer.spec.write_mode == "append"
     extents = {partition: partition_extent(definition, partition) for partition in partitions}
+    # Before the partitions are listed: a window that is added in between must be among them.
+    end_ms = windows_end_ms(consumer)
     remaining = find_pending_or_none(consumption)
     if remaining is not None and consumer.computes_in_order:
         remaining |= with_successors(definition, partitions, list_all_partitions(consumption))
     if remaining is not None:
-        others = remaining - {*partitions}
-        valid_through = _compute_valid_through(consumption, others, windows_end_ms(consumer))
+        valid_through = _compute_valid_through(consumption, remaining - {*partitions}, end_ms)
         record = replace(record, valid_through=valid_through)
     if not consumer.computes_in_order:
         return position_store.advance_positions(

@@ -218,8 +218,8 @@ def changes_by_partition(
     """Return, for each of these partitions, its consumption record and its unconsumed change.
 
     The record is None if nothing was consumed for the partition; then everything is unconsumed and nothing is
-    counted. The same holds for a lost change. A file with rows of several partitions counts with all its rows
-    in each of them. Raises ChangeLost, unless `lost_is_all`. Cost: reads the same manifests as
+    counted. A lost change is whole, too, with its record. A file with rows of several partitions counts with
+    all its rows in each of them. Raises ChangeLost, unless `lost_is_all`. Cost: reads the same manifests as
     `pending_partitions`.
     """
     changes: dict[str, tuple[ConsumptionRecord | None, Unconsumed]] = {}

@@ -50,7 +50,7 @@ def daily_of(orders: Source, namespace: str, pattern: str, when_lost: str) -> dg
         partitions_def=DAYS,
         ins={"orders": dg.AssetIn(orders.key)},
         metadata=table_metadata(partition_by="at", **write, **FREE)
-        | consumes({orders.key: pattern}, **declaration),  # type: ignore[dict-item]
+        | consumes({orders.key: pattern}, **declaration),
     )
     def daily(orders: pl.DataFrame) -> pl.DataFrame:
         return orders
