@@ -6,9 +6,13 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 import pytest
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.table import FileScanTask
 
 from branchlake_dagster import consumes, rows, table_metadata
+from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.errors import StoredFileDamaged
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
@@ -56,3 +60,16 @@ def test_the_error_names_the_damaged_file(
         file.write_bytes(damage(file.read_bytes()))
         p.run(reader.key, ok=False)
         p.failed_with(StoredFileDamaged, file.name)
+
+
+@pytest.mark.parametrize("error", [pa.ArrowInvalid("a cast"), OSError("a page"), OSError(5, "the storage")])
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_the_error_stays_if_no_file_is_damaged(error: Exception, is_listed: bool) -> None:
+    def list_tasks() -> list[FileScanTask]:
+        if is_listed:
+            return []
+        raise OSError("no manifest")
+
+    with pytest.raises(type(error)) as caught, name_damaged_file(PyArrowFileIO(), list_tasks):
+        raise error
+    assert caught.value is error
