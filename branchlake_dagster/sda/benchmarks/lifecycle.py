@@ -68,12 +68,12 @@ def measure_lifecycle(settings: Settings, *, rounds: int, say: Callable[[str], N
                     small.append(stack.time_run("small_job", None))
                     say(f"small asset {number + 1}/{rounds}: {small[-1].total_s:.1f} s")
                 graph = []
-                plans = [plan for together in plan_for([DEFAULT_SNAPSHOT]) for plan in together]
-                for plan in (plan for plan in plans if not plan.blocked):
-                    if plan.job == INGEST_JOBS[0]:
+                for plans in plan_for([DEFAULT_SNAPSHOT]):
+                    if any(plan.job in INGEST_JOBS for plan in plans):
                         simulate_measurements(lake, [DEFAULT_SNAPSHOT], say)
-                    graph.append(stack.time_run(plan.job, plan.partition))
-                    say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
+                    for plan in (plan for plan in plans if not plan.blocked):
+                        graph.append(stack.time_run(plan.job, plan.partition))
+                        say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
                 backfills = measure_backfill_ratios(lake, instance, url, say=say)
             floor_home = bench.state_dir.parent / "floor"
             floor_home.mkdir()

@@ -35,11 +35,12 @@ _KEPT_SENSORS = ("publication_sensor", "dead_writer_sensor")
 
 
 def _without_launching_sensors(definitions: dg.Definitions) -> dg.Definitions:
+    sensors = {sensor.name: sensor for sensor in definitions.sensors or ()}
     return dg.Definitions(
         assets=definitions.assets,
         asset_checks=definitions.asset_checks,
         schedules=definitions.schedules,
-        sensors=[sensor for sensor in definitions.sensors or () if sensor.name in _KEPT_SENSORS],
+        sensors=[sensors[name] for name in _KEPT_SENSORS],
         jobs=definitions.jobs,
         resources=definitions.resources,
         executor=definitions.executor,
