@@ -161,7 +161,8 @@ class LakehouseResource(LakeConfig):
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
-            with contextlib.suppress(RetryNeedsFullRun):  # raised again by a step that needs a table
+            # Raised again by a step that needs a table of this lake.
+            with contextlib.suppress(RetryNeedsFullRun, OneLakeOnly):
                 if self._run_branch.take_over():
                     self.open_branch()
 
@@ -205,9 +206,8 @@ class LakehouseResource(LakeConfig):
             message = f"Branch {branch} is at {hash_[:16]}."
             report_engine_event(instance, message, run, metadata, step_key=step_key)
 
-        def report_application(branch: str, application: str) -> None:
+        def report_application(branch: str, application: str, step_key: str | None) -> None:
             metadata = {EventMetadata.SPARK_APPLICATION: MetadataValue.text(application)}
-            step_key = find_running_step(run_id).key
             message = f"The step's code uses Spark application {application} on branch {branch}."
             report_engine_event(instance, message, run, metadata, step_key=step_key)
 
@@ -300,16 +300,18 @@ class LakehouseResource(LakeConfig):
     def start_step(self) -> None:
         """Remove what the code of earlier attempts of the running step wrote, if the run has a branch.
 
-        So nothing of it is left if this attempt does not use the lake. Cost: none for a step that was not
-        attempted before. Otherwise as for `undo_earlier_attempts`.
+        So nothing of it is left if this attempt does not use the lake. Cost: none in the first attempt of a
+        step, unless the run is a retry. Otherwise as for `undo_earlier_attempts`.
         """
         branch = self._run_branch
         if branch is None or not (self._retries_parent or find_running_step(branch.run_id).attempt > 1):
             return
-        with contextlib.suppress(RetryNeedsFullRun):  # raised again by a step that needs a table
-            if not branch.take_over():
-                return
-        self.open_branch()
+        try:
+            has_branch = branch.take_over()
+        except (RetryNeedsFullRun, OneLakeOnly):
+            return  # raised again by a step that needs a table of this lake
+        if has_branch:
+            self.open_branch()
 
     def require_writable(self) -> None:
         """Raise ReadOnlyReference in a run that repeats checks for the publisher."""

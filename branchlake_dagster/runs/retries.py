@@ -23,8 +23,10 @@ from branchlake_dagster.nessie.model import (
     Delete,
     IcebergTable,
     LogEntry,
+    Namespace,
     Operation,
     Put,
+    Reference,
 )
 from branchlake_dagster.runs.branch_commits import (
     ReadMetadata,
@@ -183,11 +185,16 @@ class _CommitWriter(Enum):
     """The step's own code, in an earlier attempt."""
     IO_MANAGER = auto()
     """The IO manager, which wrote the value that an earlier attempt of the step returned."""
+    OWN_CHANGE = auto()
+    """The step's own code, which created, altered or dropped the table by Spark, or rolled it back."""
     NOBODY = auto()
     """The commit does not name a writer and adds no rows, and it is not certain which step made it."""
     OTHER = auto()
     UNCERTAIN = auto()
     """This step or another one: it deleted whole files in a Spark session that both could use."""
+
+
+_POSSIBLY_OWN = (_CommitWriter.OWN_CODE, _CommitWriter.OWN_CHANGE, _CommitWriter.UNCERTAIN)
 
 
 @dataclass
@@ -201,6 +208,13 @@ class _TableHistory:
     content_before: Content | None
     content_now: Content | None = None
     writers: set[_CommitWriter] = field(default_factory=set)
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether the table stays as it is: the step has only changed it, and others wrote to it since."""
+        return _CommitWriter.OTHER in self.writers and self.writers.isdisjoint(
+            (_CommitWriter.OWN_CODE, _CommitWriter.UNCERTAIN)
+        )
 
 
 def undo_earlier_attempts(
@@ -235,7 +249,11 @@ def undo_earlier_attempts(
     base_contents = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
     unnamed = _UnnamedCommits(step, base_hash, entries, load_timeline)
     all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata, unnamed)
-    histories = {key: history for key, history in all_histories.items() if key.name not in finished_tables}
+    histories = {
+        key: history
+        for key, history in all_histories.items()
+        if key.name not in finished_tables and not history.must_stay
+    }
     for key, history in histories.items():
         if _CommitWriter.UNCERTAIN in history.writers:
             raise RetryNeedsFullRun(
@@ -258,7 +276,9 @@ def undo_earlier_attempts(
         for history in histories.values()
         if history.content_before is None and history.content_now is not None
     }
-    operations = [_restore_operation(key, histories[key], deleted_ids) for key in sorted(histories)]
+    dropped = [key for key in sorted(histories) if histories[key].content_now is None]
+    operations: list[Operation] = [*_list_missing_namespaces(client, head, base_hash, dropped)]
+    operations += [_restore_operation(key, histories[key], deleted_ids) for key in sorted(histories)]
     if operations:
         client.commit(
             branch,
@@ -268,6 +288,29 @@ def undo_earlier_attempts(
             properties=properties,
         )
     return tuple(key.name for key in sorted(histories))
+
+
+def _list_missing_namespaces(
+    client: NessieClient, head: Reference, base_hash: str, keys: Sequence[ContentKey]
+) -> list[Put]:
+    """List the operations that create the namespaces of `keys` which the branch no longer has.
+
+    Costs a request if there are keys, and another one if namespaces are missing.
+    """
+    parents = sorted(
+        {ContentKey(key.elements[:length]) for key in keys for length in range(1, len(key.elements))}
+    )
+    present = client.contents(head.pinned_ref, parents) if parents else {}
+    missing = [parent for parent in parents if parent not in present]
+    earlier = client.contents(f"@{base_hash}", missing) if missing else {}
+    namespaces = (
+        content if isinstance(content := earlier.get(parent), Namespace) else Namespace(None, parent.elements)
+        for parent in missing
+    )
+    return [
+        Put(parent, replace(namespace, content_id=None))
+        for parent, namespace in zip(missing, namespaces, strict=True)
+    ]
 
 
 class _UnnamedCommits:
@@ -312,7 +355,10 @@ class _UnnamedCommits:
         if application is None:
             return _CommitWriter.NOBODY
         writer = self.find_writer(application, entry.commit.hash)
-        return _CommitWriter.NOBODY if writer is _CommitWriter.UNCERTAIN else writer
+        return {
+            _CommitWriter.OWN_CODE: _CommitWriter.OWN_CHANGE,
+            _CommitWriter.UNCERTAIN: _CommitWriter.NOBODY,
+        }.get(writer, writer)
 
 
 def _find_own_tables(
@@ -342,7 +388,7 @@ def _find_own_tables(
             writer = _writer_of_operation(
                 entry, operation, step, snapshots, read_metadata, metadata_locations, unnamed
             )
-            is_possibly_own = writer in (_CommitWriter.OWN_CODE, _CommitWriter.UNCERTAIN)
+            is_possibly_own = writer in _POSSIBLY_OWN
             if is_possibly_own and _is_table_operation(operation, contents.get(key)):
                 histories.setdefault(key, _TableHistory(contents.get(key)))
             if key in histories:

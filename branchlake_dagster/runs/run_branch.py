@@ -97,7 +97,7 @@ class RunBranch:
         warn: Callable[[str], None] = _log.warning,
         hold_leases: Callable[[RunLocation | None], None] = lambda _: None,
         report_head: Callable[[str, str], None] = lambda *_: None,
-        report_application: Callable[[str, str], None] = lambda *_: None,
+        report_application: Callable[[str, str, str | None], None] = lambda *_: None,
     ) -> None:
         self._hold_leases = hold_leases
         self._report_head = report_head
@@ -181,7 +181,7 @@ class RunBranch:
         self._used_by_spark = True
         with self._access_lock:
             if use not in self._recorded_applications:
-                self._report_application(location.branch, application)
+                self._report_application(location.branch, application, step)
                 self._recorded_applications.add(use)
 
     def record_head(self) -> None:

@@ -60,11 +60,9 @@ class BranchTimeline:
         contains None for code whose step is not known. It is empty if no use explains the commit.
         """
         positions = [(numbers[hash_], position) for position, hash_ in self.heads if hash_ in numbers]
-        before = [position for head, position in positions if head < number]
-        since = [position for head, position in positions if head >= number]
-        latest = min(since, default=(sys.maxsize, 0))
-        # If steps run in parallel, an older head may be stored after a newer one.
-        earliest = min(latest, max(before, default=(-1, 0)))
+        latest = min((at for commit, at in positions if commit >= number), default=(sys.maxsize, 0))
+        # If steps run in parallel, an older head may be stored after a newer one. It shows nothing then.
+        earliest = max((at for commit, at in positions if commit < number and at < latest), default=(-1, 0))
         return frozenset(
             use.step
             for use in self.uses

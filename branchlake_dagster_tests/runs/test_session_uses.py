@@ -41,6 +41,11 @@ def test_steps_in_parallel_are_not_distinguished(heads: dict[int, str]) -> None:
     assert possible(1, *uses, heads=heads) == {"one", "two"}
 
 
+def test_an_older_head_that_is_stored_after_a_newer_one_excludes_no_step() -> None:
+    uses, heads = (use("one", 1, 21), use("two", 2, 20)), {20: "b", 21: "a"}
+    assert possible(2, *uses, heads=heads) == {"one", "two"}
+
+
 def test_code_of_an_unknown_step_may_have_made_each_commit() -> None:
     assert possible(1, use(None, 1, NEVER), use("one", 2, 5), heads={5: "a"}) == {None, "one"}
 

@@ -229,7 +229,12 @@ def drop_and_create(catalog: NessieCatalog, namespace: str) -> None:
     catalog.create_table((namespace, "t"), pl.DataFrame({"other": [1]}).to_arrow().schema)
 
 
-@pytest.mark.parametrize("change", [drop, rename, add_column, create, drop_and_create])
+def drop_with_namespace(catalog: NessieCatalog, namespace: str) -> None:
+    drop(catalog, namespace)
+    catalog.drop_namespace((namespace,))
+
+
+@pytest.mark.parametrize("change", [drop, rename, add_column, create, drop_and_create, drop_with_namespace])
 @pytest.mark.parametrize("again", ["step", "run"])
 def test_tables_are_as_before_a_failed_attempt_that_changed_them_by_spark(
     lakehouse: Lakehouse, namespace: str, again: str, change: Callable[[NessieCatalog, str], None]
@@ -281,6 +286,47 @@ def test_a_published_table_that_a_failed_attempt_changed_is_not_changed_by_the_r
         assert rows(p, namespace, "t") == [0]
         assert rows(p, namespace, "writer") == [1]
         assert not lakehouse.catalog().table_exists((namespace, "renamed"))
+
+
+def test_a_changed_table_to_which_another_step_has_written_since_stays_as_it_is(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first, attempts = seed(namespace), []
+
+    @dg.asset(key=[namespace, "changer"], deps=[first], metadata=FREE)
+    def changer(lakehouse: LakehouseResource) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            open_session(lakehouse)
+            add_column(spark_like(lakehouse), namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[changer], metadata=FREE)
+    def writer(lakehouse: LakehouseResource) -> None:
+        add(lakehouse, namespace, 1)
+        if len(attempts) == 1:
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, changer, writer) as p:
+        parent = p.run(ok=False)
+        child = retry(p, parent, f"{namespace}__changer", f"{namespace}__writer")
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert rows(p, namespace, "t") == [0, 1]
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert [column.name for column in table.schema().fields] == ["n", "more"]
+
+
+def test_a_step_without_tables_is_retried_although_its_parent_is_published(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "mail"], deps=[first], metadata=FREE)
+    def mail(lakehouse: LakehouseResource) -> None: ...
+
+    with project(lakehouse, first, mail) as p:
+        parent = p.run()
+        assert p.settle(parent).state is RunState.PUBLISHED
+        retry(p, parent, f"{namespace}__mail")
 
 
 def test_a_table_that_another_step_may_have_changed_by_spark_stays_as_it_is(
@@ -397,8 +443,10 @@ def test_a_later_attempt_that_returns_nothing_takes_out_what_the_earlier_one_ret
 
     with project(lakehouse, stored) as p:
         assert p.settle(p.run()).state is RunState.PUBLISHED
-        assert p.settle(p.run()).state is not RunState.FAILED
+        run_id = p.run()
         assert len(attempts) == 3
+        assert rows(p, namespace, "t", ref=run_branch_name(run_id)) == [1]
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert rows(p, namespace, "t") == [1]
 
 
