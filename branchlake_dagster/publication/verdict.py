@@ -382,11 +382,11 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
 
 def _iter_missing(evidence: RunEvidence) -> Iterator[CodedReason]:
     for name, partition in sorted(evidence.planned_checks, key=repr):
+        asset, _ = name
         # A check over all partitions of a run reports once, without a partition.
         is_evaluated = (name, partition) in evidence.evaluations or (name, None) in evidence.evaluations
-        is_needed = (name, partition) not in evidence.skipped_checks or name[
-            0
-        ] in evidence.partitions_by_asset
+        is_skipped = (name, partition) in evidence.skipped_checks
+        is_needed = asset in evidence.partitions_by_asset or not is_skipped
         if is_needed and not is_evaluated:
             yield CodedReason(
                 f"check {_format_check(name, partition)} was planned but never evaluated",

@@ -91,26 +91,30 @@ def find_added_snapshots(
 
 _SPARK_APPLICATION = "spark.app.id"
 """The entry of a snapshot's summary in which Spark records the id of its application."""
+_APPLICATION_OF_COMMIT = "app-id"
+"""The commit property in which Iceberg's Java client records the id of the Spark application."""
+_ADDED_FILES = ("added-data-files", "added-delete-files")
+"""Summary entries of snapshots that add files, such as row-level deletes that add delete files."""
 
 
 def find_deleting_application(snapshot: Snapshot) -> str | None:
     """Return the id of the Spark application that deleted whole files without naming its run.
 
     Spark runs TRUNCATE, and DELETE of whole files, as a change of the metadata alone. These snapshots lack
-    the session's snapshot properties. Returns None for all other snapshots.
+    the session's snapshot properties. Returns None for snapshots that add files, also delete files.
     """
     summary = snapshot.summary
     if summary is None or summary.operation is not Operation.DELETE:
         return None
     entries = summary.additional_properties
-    if any(name.startswith(LakeProperty.PREFIX) for name in entries):
+    if any(name.startswith(LakeProperty.PREFIX) or name in _ADDED_FILES for name in entries):
         return None
     return entries.get(_SPARK_APPLICATION)
 
 
 def find_committing_application(entry: LogEntry) -> str | None:
     """Return the id of the Spark application that made a commit; None if another client made it."""
-    return entry.commit.properties.get("app-id")
+    return entry.commit.properties.get(_APPLICATION_OF_COMMIT)
 
 
 _CLIENT_PROPERTY = "application-type"

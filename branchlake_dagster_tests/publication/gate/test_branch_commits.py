@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
@@ -152,6 +153,7 @@ BY_SPARK = {"spark.app.id": "local-1"}
         ({}, Operation.DELETE, {"local-1"}, False),
         (BY_SPARK, Operation.APPEND, {"local-1"}, False),
         (BY_SPARK, Operation.OVERWRITE, {"local-1"}, False),
+        ({**BY_SPARK, "added-delete-files": "1"}, Operation.DELETE, {"local-1"}, False),
         ({**BY_SPARK, LakeProperty.RUN_ID: "other"}, Operation.DELETE, {"local-1"}, False),
         ({**BY_SPARK, LakeProperty.INSTANCE: "elsewhere"}, Operation.DELETE, {"local-1"}, False),
     ],
@@ -168,20 +170,23 @@ def test_a_delete_of_whole_files_is_accepted_from_an_application_that_the_run_re
         applications=applications,
     )
     assert (found is None) is accepted
-    late = objection(
-        commit("a", SPARK, 2),
-        commit("0", OWN),
-        heads={"0"},
+
+
+@pytest.mark.parametrize(
+    ("commits", "head"),
+    [
+        ((("a", SPARK, 2), ("0", OWN)), "0"),  # made after the last commit that the run recorded
+        ((("a", {"application-type": "trino"}, 2),), "a"),
+    ],
+    ids=["late", "another engine"],
+)
+def test_other_deletes_of_whole_files_are_not_accepted(commits: tuple[Any, ...], head: str) -> None:
+    tables = {"a": table((1, None, {}, Operation.APPEND), (2, 1, BY_SPARK, Operation.DELETE))}
+    found = objection(
+        *(commit(*one) for one in commits),
+        heads={head},
         tables=tables,
         base_snapshots={"content": 1},
-        applications=applications,
+        applications={"local-1"},
     )
-    assert late is not None
-    by_trino = objection(
-        commit("a", {"application-type": "trino"}, 2),
-        heads={"a"},
-        tables=tables,
-        base_snapshots={"content": 1},
-        applications=applications,
-    )
-    assert by_trino is not None
+    assert found is not None
