@@ -325,7 +325,9 @@ def test_a_session_works_on_after_spark_deleted_its_folder(spark_session: SparkS
         killed = []
         for worker in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if worker.cwd() == folder and not worker.children():
+                # The daemon works in this folder, too. It has no children once its workers have ended.
+                parent = worker.parent()
+                if worker.cwd() == folder and parent is not None and parent.cwd() == folder:
                     worker.kill()
                     killed.append(worker)
         # Until its parent knows, Spark takes a killed worker for an idle one.
