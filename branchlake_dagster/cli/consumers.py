@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from typing import Any
 
 from dagster import AssetKey
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
@@ -25,6 +23,7 @@ from branchlake_dagster.automation.partition_backlog import (
 )
 from branchlake_dagster.automation.progress import InputBacklog, UnreadableTable, iter_input_backlogs
 from branchlake_dagster.cli.backfill import LocationContext
+from branchlake_dagster.cli.consoles import open_console
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeSet
 from branchlake_dagster.internals.dagster import SensorTicks, load_sensor_ticks
@@ -82,9 +81,9 @@ def _backlog_to_dict(table: InputBacklog, now: datetime) -> dict[str, Any]:
 def show_consumers(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the report of `gather_consumers` as a table with a legend.
 
-    `console` is None for standard output.
+    `console` prints brackets as they are (see `open_console`); None for standard output.
     """
-    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
+    console = console or open_console(_WIDE)
     if not report["consumers"] and not report["unreadable"]:
         console.print("No table on main was computed from changes.")
     else:
@@ -93,16 +92,16 @@ def show_consumers(report: dict[str, Any], console: Console | None = None) -> No
         for row in report["consumers"]:
             age = row["unconsumed_age_s"]
             table.add_row(
-                escape(row["table"]),
-                escape(row["input"]),
-                escape(row["trouble"] or _format_unconsumed(row)),
+                row["table"],
+                row["input"],
+                row["trouble"] or _format_unconsumed(row),
                 "" if age is None else f"{age:,.0f} s",
                 str(row["partitions_ahead"] or ""),
                 row["valid_through"] or "",
                 row["run_id"],
             )
         for row in report["unreadable"]:
-            table.add_row(escape(row["table"]), "?", escape(row["trouble"]), "", "", "", "")
+            table.add_row(row["table"], "?", row["trouble"], "", "", "", "")
         console.print(table)
         console.print(_LEGEND, soft_wrap=True, highlight=False)
 
@@ -256,9 +255,10 @@ def show_consumer_partitions(
 ) -> None:
     """Print the partitions with unconsumed changes as a table, or one sentence if there are none.
 
-    The ages of the changes end at `now`. `console` is None for standard output.
+    The ages of the changes end at `now`. `console` prints brackets as they are (see `open_console`); None
+    for standard output.
     """
-    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE_TABLE))
+    console = console or open_console(_WIDE_TABLE)
     if not any(consumer.partitions for consumer in consumer_partitions):
         names = ", ".join(consumer.asset.to_user_string() for consumer in consumer_partitions)
         console.print(
@@ -273,10 +273,10 @@ def show_consumer_partitions(
             age = f"{backlog.unconsumed.age_s(now):,.0f} s" if backlog.unconsumed.oldest else ""
             table.add_row(
                 consumer.asset.to_user_string(),
-                "all of it" if backlog.partition is None else escape(backlog.partition),
-                escape(backlog.unconsumed.format_summary()),
+                "all of it" if backlog.partition is None else backlog.partition,
+                backlog.unconsumed.format_summary(),
                 age,
                 format_consumed_position(backlog.position),
-                escape(backlog.decision.format_state(consumer.policy)),
+                backlog.decision.format_state(consumer.policy),
             )
     console.print(table)

@@ -125,7 +125,7 @@ def test_each_partition_has_its_position_and_the_reason_why_it_waits(
         assert list(first["position"]) == [".".join(daily.events.key.path)]
         assert rows["2026-08-02"]["position"] is None  # nothing was consumed for it yet
         p.settle(waits)
-        console = Console(width=300, record=True, file=io.StringIO())
+        console = Console(width=300, record=True, file=io.StringIO(), markup=False)
         show_consumer_partitions([found], now, console)
         assert failed[:8] in console.export_text()
         assert states(LaunchPolicy())["2026-08-02"] is LaunchState.NOT_RETRIED

@@ -61,7 +61,7 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         )
         lakehouse.catalog().drop_table((namespace, "orders"))
         assert mine()["trouble"] == "The table of the input no longer exists."
-        console = Console(width=200, record=True, file=io.StringIO())
+        console = Console(width=200, record=True, file=io.StringIO(), markup=False)
         show_consumers(
             {"consumers": [found], "unreadable": [{"table": "x.odd", "trouble": "lost [table x.odd]"}]},
             console,
