@@ -49,6 +49,7 @@ from branchlake_dagster.tables.selection import Selection, match_any, to_iceberg
 from branchlake_dagster.tables.spark_frames import (
     OUTSIDE_MESSAGE,
     inside_assertion,
+    keys_to_sort_by,
     partition_mismatch_error,
     require_key_columns,
     set_session_properties,
@@ -368,7 +369,7 @@ def replace_by_spark(
     )
     both = rows.withColumn(_GONE, F.lit(False)).unionByName(gone_keys, allowMissingColumns=True)
     copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(
-        Window.partitionBy(*map(quote_spark_name, spec.keys))
+        Window.partitionBy(*map(quote_spark_name, keys_to_sort_by(spec)))
     )
     present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
     assertions = (

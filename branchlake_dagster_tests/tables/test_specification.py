@@ -11,6 +11,7 @@ from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster.tables.partitioning import build_partition_spec, selects_whole_files
 from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema
 from branchlake_dagster.tables.selection import select_partitions
+from branchlake_dagster.tables.spark_frames import keys_to_sort_by
 from branchlake_dagster.tables.specification import (
     LayoutField,
     parse_table_spec,
@@ -35,6 +36,14 @@ def test_the_key_names_the_table() -> None:
 def test_defaults_follow_the_partitions() -> None:
     assert spec({}).write_mode == "replace_table"
     assert spec(table_metadata(partition_by="ts"), partitioned=True).write_mode == "replace_partitions"
+
+
+def test_spark_sorts_by_partition_columns_last() -> None:
+    by_region_and_hour = {"region": "place", "hour": "seen_at"}
+    upsert = table_metadata(write_mode="upsert", keys=["seen_at", "id", "place", "part"])
+    partitioned = spec(upsert | table_metadata(partition_by=by_region_and_hour), partitioned=True)
+    assert keys_to_sort_by(partitioned) == ["id", "part", "seen_at", "place"]
+    assert keys_to_sort_by(spec(upsert)) == ["seen_at", "id", "place", "part"]
 
 
 def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
