@@ -289,6 +289,7 @@ def ingest_definitions(
     lakehouse_key: str = "lakehouse",
     least_records: int = 10_000,
     most_age_s: float = 60.0,
+    quiet_s: float | None = None,
     live_interval_s: float = 1.0,
     live_run_s: float = 6 * 3600.0,
     receivers: Iterable[str] = (),
@@ -306,6 +307,8 @@ def ingest_definitions(
         lakehouse_key (str): The resource key of the lake.
         least_records (int): Number of waiting records that starts a batch at once.
         most_age_s (float): Longest time that a record waits for a batch, in seconds.
+        quiet_s (float | None): A batch also starts when records wait and none has arrived for this time, in
+            seconds, as far as the ticks of the sensor show. None: not for this reason.
         live_interval_s (float): Least time between two batches of a live run, in seconds.
         live_run_s (float): Time after which a live run ends and another one takes over, in seconds.
         receivers (Iterable[str]): Monitors of receivers (`http://host:9464`). Each gets an asset, so list it
@@ -358,6 +361,7 @@ def ingest_definitions(
                 lakehouse_key=lakehouse_key,
                 least_records=least_records,
                 most_age_s=most_age_s,
+                quiet_s=quiet_s,
                 running=running,
             )
         )

@@ -12,10 +12,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import Any
+from typing import Any, Self
 
 import dagster as dg
 
@@ -181,6 +182,40 @@ def parse_times(cursor: str | None) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """The records that wait for a batch: their number, and times in seconds since 1970.
+
+    `since` is the time at which the sensor first found some, and `unchanged_since` the time at which it first
+    found this number.
+    """
+
+    count: int
+    since: float
+    unchanged_since: float
+
+    @classmethod
+    def continued(cls, stored_cursor: Mapping[str, float], count: int, now: float) -> Self:
+        """Return the wait of `count` records after the wait that the last tick has stored in its cursor."""
+        is_unchanged = stored_cursor.get("waiting") == count
+        return cls(
+            count,
+            stored_cursor.get("since", now),
+            stored_cursor.get("unchanged_since", now) if is_unchanged else now,
+        )
+
+    def to_cursor(self) -> dict[str, float]:
+        """Return the values to store in the cursor, {} if no record waits."""
+        if not self.count:
+            return {}
+        return {"since": self.since, "waiting": self.count, "unchanged_since": self.unchanged_since}
+
+    def is_over(self, now: float, most_age_s: float, quiet_s: float | None) -> bool:
+        """Return whether some record has waited long enough, or records wait and no further one arrives."""
+        is_quiet = quiet_s is not None and now - self.unchanged_since >= quiet_s
+        return self.count > 0 and (is_quiet or now - self.since >= most_age_s)
+
+
 def build_batch_sensor(
     ingest: Ingest,
     job_name: str,
@@ -188,17 +223,20 @@ def build_batch_sensor(
     lakehouse_key: str = "lakehouse",
     least_records: int = 10_000,
     most_age_s: float = 60.0,
+    quiet_s: float | None = None,
     interval_s: int = 5,
     running: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
     """Build the sensor that starts the job for each batch, one run at a time.
 
-    It starts a run when `least_records` records wait, or when some have waited for `most_age_s` seconds. It
-    waits longer while runs keep failing. Every minute it reports observations of the topics on their assets,
-    also while a run is active. `interval_s` is the number of seconds between two ticks. With `running` the
-    sensor is on by default. `clock` returns the time in seconds since 1970.
+    It starts a run when `least_records` records wait, when some have waited for `most_age_s` seconds, or when
+    some wait and none has arrived for `quiet_s` seconds (None: never for this reason). It waits longer while
+    runs keep failing. Every minute it reports observations of the topics on their assets, also while a run is
+    active. `interval_s` is the number of seconds between two ticks. With `running` the sensor is on by
+    default. `clock` returns the time in seconds since 1970.
     """
+    quiet_clause = "" if quiet_s is None else f", or when none has arrived for {quiet_s:g} s"
 
     @dg.sensor(
         name=f"ingest_{ingest.name}_sensor",
@@ -207,7 +245,7 @@ def build_batch_sensor(
         required_resource_keys={lakehouse_key},
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Starts a batch of {ingest.name} when {least_records:,} records wait, or when some"
-        f" have waited for {most_age_s:g} s.",
+        f" have waited for {most_age_s:g} s{quiet_clause}.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
@@ -233,12 +271,10 @@ def build_batch_sensor(
             cursor = json.dumps({**stored_cursor, "told": last_observed})
             return dg.SensorResult(skip_reason=str(error), cursor=cursor, asset_events=events)
         count = count_offsets(planned_batch.plan.ranges) + planned_batch.plan.lag
-        waiting_since = stored_cursor.get("since", now) if count else None
-        cursor = json.dumps(
-            {"told": last_observed, **({"since": waiting_since} if waiting_since is not None else {})}
-        )
-        is_old_enough = waiting_since is not None and now - waiting_since >= most_age_s
-        if planned_batch.plan.must_record or count >= least_records or (count and is_old_enough):
+        wait = _Wait.continued(stored_cursor, count, now)
+        cursor = json.dumps({"told": last_observed, **wait.to_cursor()})
+        is_due = count >= least_records or wait.is_over(now, most_age_s, quiet_s)
+        if planned_batch.plan.must_record or is_due:
             if pause_reason := find_pause_reason(context.instance, ingest, job_name, now):
                 return dg.SensorResult(skip_reason=pause_reason, cursor=cursor, asset_events=events)
             cursor = json.dumps({"told": last_observed})

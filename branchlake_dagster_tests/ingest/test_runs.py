@@ -340,6 +340,33 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
     assert len(tick().run_requests) == 1
 
 
+def test_the_sensor_starts_a_batch_when_no_further_record_arrives(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    clock, cursor = [1_000.0], None
+    sensor = build_batch_sensor(
+        p.ingest, f"ingest_{p.ingest.name}_job", most_age_s=60, quiet_s=3, clock=lambda: clock[0]
+    )
+
+    def tick(after_s: float, cursor: str | None) -> Any:
+        clock[0] += after_s
+        resources = {"lakehouse": LakehouseResource.from_settings(p.lake.settings)}
+        with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
+            return sensor.evaluate_tick(context)
+
+    for number in range(3):
+        kafka.send(topic, [record(number)])
+        told = tick(5, cursor)
+        cursor = told.cursor
+        assert not told.run_requests
+    told = tick(2, cursor)
+    assert not told.run_requests
+    told = tick(1, told.cursor)
+    assert len(told.run_requests) == 1
+    kafka.send(topic, [record(3)])
+    assert not tick(5, told.cursor).run_requests
+
+
 def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     project: Opened, kafka: Broker
 ) -> None:

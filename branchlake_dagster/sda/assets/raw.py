@@ -23,6 +23,8 @@ Where = Literal["kafka", "landing"]
 _FIRST_DAY = date.fromisoformat(FIRST_WINDOW[:10])
 MAX_WAIT_S = 10.0
 """The longest time that a measurement waits for a batch, in seconds."""
+QUIET_S = 3.0
+"""The time without a further measurement after which the waiting ones are ingested, in seconds."""
 
 
 def live_sensors(
@@ -38,7 +40,9 @@ def live_sensors(
     as running.
     """
     ingests = raw_ingests(source, kinds, keep_value=keep_value)
-    return ingest_definitions(*ingests, receivers=receivers, most_age_s=MAX_WAIT_S, running=True)
+    return ingest_definitions(
+        *ingests, receivers=receivers, most_age_s=MAX_WAIT_S, quiet_s=QUIET_S, running=True
+    )
 
 
 def raw_ingests(
