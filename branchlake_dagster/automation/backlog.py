@@ -228,6 +228,11 @@ class ConsumerBacklog:
         return {key: batch for batch in self.batches for key in (*batch.partitions, *batch.waiting)}
 
     @property
+    def inputs(self) -> Collection[AssetKey]:
+        """The consumed assets."""
+        return self._consumer.inputs.keys()
+
+    @property
     def by_partition(self) -> bool:
         """Whether each partition of the consumer has its own position."""
         return self._consumer.tracks_partitions

@@ -69,6 +69,7 @@ def incremental_sensor(
     min_rows: int = 1,
     min_files: int = 1,
     max_age_s: float = 3600.0,
+    when_inputs_idle: bool = False,
     max_runs: int = 25,
     retries: int = 0,
     retry_delay_seconds: float = 60.0,
@@ -95,6 +96,10 @@ def incremental_sensor(
         min_files (int): The smallest number of changed files that is worth a run. (default: 1)
         max_age_s (float): Age in seconds at which a change below `min_rows` or `min_files` is launched, too.
             Without those two each change is launched at once, whatever its age. (default: an hour)
+        when_inputs_idle (bool): Whether a change below `min_rows` or `min_files` is also launched as soon as
+            no run computes an input of its consumer, or waits for its publication. So the changes of several
+            runs that end one after the other are consumed together. Live runs of an ingestion do not count.
+            (default: False)
         max_runs (int): The largest number of runs per tick. The next tick continues. (default: 25)
         retries (int): How often a failed run is launched again for the same state of its inputs. Runs count
             as failed if a step or check crashed, or if `main` had an overlapping change. Runs that their
@@ -132,7 +137,9 @@ def incremental_sensor(
             )
     """
     selection = AssetSelection.all() if target is None else AssetSelection.from_coercible(target)
-    policy = LaunchPolicy(min_rows, min_files, max_age_s, retries, retry_delay_seconds)
+    policy = LaunchPolicy(
+        min_rows, min_files, max_age_s, retries, retry_delay_seconds, when_inputs_idle=when_inputs_idle
+    )
     last_shown: dict[AssetKey, object] = {}
 
     @sensor(
@@ -311,9 +318,8 @@ class _SensorTick:
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
         chain = self.chains.get(asset.key, {asset.key})
-        if not self._policy.is_reached(unconsumed, self._now) or any(
-            map(self._in_flight.has_whole_run, chain)
-        ):
+        policy = self._policy.with_inputs(idle=not self._in_flight.writes_any(asset.consumer.inputs))
+        if not policy.is_reached(unconsumed, self._now) or any(map(self._in_flight.has_whole_run, chain)):
             return
         busy_partitions = {key for one in chain for key in self._in_flight.single_partitions(one)}
         is_chain = len(chain) > 1
@@ -336,7 +342,7 @@ class _SensorTick:
         for run, history in zip(
             runs, iter_histories(self._instance, keys, self._policy.retries), strict=True
         ):
-            decision = decide_launch(unconsumed, history, None, self._policy, self._now)
+            decision = decide_launch(unconsumed, history, None, policy, self._now)
             if decision.run_key is not None:
                 tags = {RunTag.HELD_UNTIL_APPROVED: "true"} | (
                     {RunTag.RETRY: str(decision.retry_number)} if decision.retry_number else {}

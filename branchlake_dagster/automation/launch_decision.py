@@ -75,8 +75,10 @@ class LaunchPolicy:
     """The sizes at which a change is launched, and the number and delay of retries.
 
     A change is worth a run if it has at least `min_rows` rows and `min_files` files, or if it is `max_age_s`
-    seconds old. `retries` is the number of further runs for one state of the inputs. The first retry comes
-    `retry_delay_s` seconds after the failed run ended. The delay doubles with each retry, up to a day. Raises
+    seconds old. With `when_inputs_idle`, each change is worth a run while no run writes an input.
+
+    `retries` is the number of further runs for one state of the inputs. The first retry comes `retry_delay_s`
+    seconds after the failed run ended. The delay doubles with each retry, up to a day. Raises
     ConfigurationError for a negative number of retries or seconds.
     """
 
@@ -85,6 +87,7 @@ class LaunchPolicy:
     max_age_s: float = 3600.0
     retries: int = 0
     retry_delay_s: float = 60.0
+    when_inputs_idle: bool = False
 
     def __post_init__(self) -> None:
         if self.retries < 0 or self.retry_delay_s < 0:
@@ -93,6 +96,10 @@ class LaunchPolicy:
                 f" retry_delay_seconds={self.retry_delay_s:g}. Both must be 0 or more.",
                 hint="Omit retries to launch each change once.",
             )
+
+    def with_inputs(self, *, idle: bool) -> LaunchPolicy:
+        """Return the policy that applies while the inputs are `idle`, which means that no run writes them."""
+        return replace(self, min_rows=1, min_files=1) if self.when_inputs_idle and idle else self
 
     def is_reached(self, unconsumed: Unconsumed, now: datetime) -> bool:
         """Return whether the unconsumed change is large or old enough for a run.
@@ -177,7 +184,8 @@ class LaunchDecision:
         cause = f" ({self.reason})" if self.reason else ""
         if self.state is LaunchState.WAITS_FOR_MORE:
             files = f" and min_files={policy.min_files}" if policy.min_files > 1 else ""
-            return f"waits for min_rows={policy.min_rows}{files}, or max_age_s={policy.max_age_s:g}"
+            idle = ", or for the end of the runs that write its inputs" if policy.when_inputs_idle else ""
+            return f"waits for min_rows={policy.min_rows}{files}, or max_age_s={policy.max_age_s:g}{idle}"
         if self.state is LaunchState.BEING_COMPUTED:
             return f"is being computed by {run}"
         if self.state is LaunchState.AWAITS_VERDICT:

@@ -167,6 +167,27 @@ def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: s
         assert len(patient.tick()) == 1
 
 
+def test_a_small_change_waits_no_longer_than_the_runs_that_write_its_input(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.append(p, ("a", 1))
+        published(p, spent)
+        ticks = Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True)
+        orders.append(p, ("b", 2))
+        orders.rows = [("c", 3)]
+        pending = p.run(orders.key)
+        assert ticks.tick() == []
+        (told,) = ticks.told
+        (row,) = told.metadata[EventMetadata.UNCONSUMED_PARTITIONS].records
+        assert "runs that write its inputs" in str(row.data["launch"])
+        assert len(Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True, max_age_s=0.0).tick()) == 1
+        p.settle(pending)
+        assert len(ticks.tick()) == 1
+        assert Ticks(p, target=[spent], min_rows=10).tick() == []
+
+
 def test_what_waits_for_its_verdict_is_not_launched_again(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:
