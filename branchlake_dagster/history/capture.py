@@ -133,6 +133,8 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
 
     None means that the table had no snapshot at the position, so all its rows are new. Raises ChangeLost.
     """
+    if _has_replaced_column(metadata, position):
+        raise _change_lost_error(LossReason.COLUMN_REPLACED, table)
     if position.unpublished_snapshots:
         # If the branch's last snapshot has the same id on `main`, all snapshots before it are on `main` too.
         snapshots, reached = ancestors_after(metadata, position.unpublished_snapshots[-1])
@@ -165,6 +167,14 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
     raise _change_lost_error(LossReason.EXPIRED, table)
 
 
+def _has_replaced_column(metadata: TableMetadata, position: Position) -> bool:
+    """Whether the name of a column of the position belongs to another column of the same table now."""
+    if not position.column_ids or str(metadata.table_uuid) != position.table_uuid:
+        return False
+    field_ids = {field.name: field.field_id for field in metadata.schema().fields}
+    return any(field_ids.get(name, field_id) != field_id for name, field_id in position.column_ids)
+
+
 def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
     """Return the ids of the runs that made the snapshots since a position, by snapshot id.
 
@@ -188,6 +198,8 @@ def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
         LossReason.DELETES_UNDONE: "The undo of a publication removed delete files. It is not certain which"
         " rows came back, because they are in no added file.",
         LossReason.FILES_GONE: "Files of snapshots since the asset last consumed the table were deleted.",
+        LossReason.COLUMN_REPLACED: "A column by which the asset finds changes was dropped, and another"
+        " column of the same name was added. Its values in rows that the asset has consumed are gone.",
         LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back. Rows that it had computed from"
         " consumed changes are gone.",
     }[loss]

@@ -22,24 +22,35 @@ class Position:
     snapshots that the consumer's own run added to the table on its branch before reading it. They reach
     `main` later, some under other ids, and `main` may have other snapshots between them that this consumer
     has not read.
+
+    `column_ids` has the names and Iceberg field ids of the columns by which the consumer found changes. A
+    column that is dropped and added again has another id. The snapshot does not show the ids: a schema may
+    change without a snapshot. Empty if they were not recorded.
     """
 
     table_uuid: str
     snapshot_id: int | None
     unpublished_snapshots: tuple[int, ...] = ()
+    column_ids: tuple[tuple[str, int], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the position as a value for JSON."""
         values: dict[str, Any] = {"table": self.table_uuid, "snapshot": self.snapshot_id}
-        return values | ({"beyond": list(self.unpublished_snapshots)} if self.unpublished_snapshots else {})
+        return (
+            values
+            | ({"beyond": list(self.unpublished_snapshots)} if self.unpublished_snapshots else {})
+            | ({"columns": dict(self.column_ids)} if self.column_ids else {})
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Position:
         """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
         snapshot_id, unpublished_snapshots = values["snapshot"], tuple(values.get("beyond", ()))
-        if not all(isinstance(number, int) for number in (snapshot_id or 0, *unpublished_snapshots)):
-            raise TypeError(f"{values!r} has a snapshot id that is not a number")
-        return cls(str(values["table"]), snapshot_id, unpublished_snapshots)
+        column_ids = tuple(sorted(dict(values.get("columns", {})).items()))
+        numbers = (snapshot_id or 0, *unpublished_snapshots, *(field_id for _, field_id in column_ids))
+        if not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"{values!r} has a snapshot id or a field id that is not a number")
+        return cls(str(values["table"]), snapshot_id, unpublished_snapshots, column_ids)
 
 
 class ChangeKind(StrEnum):
@@ -225,6 +236,8 @@ class LossReason(StrEnum):
     FILES_GONE = "files of the change have been deleted"
     DELETES_UNDONE = "an undo has removed delete files"
     """Rows that the consumer had read as deleted are in the table again. No added file has them."""
+    COLUMN_REPLACED = "a column was dropped and added again"
+    """The column by which changes are found has another field id. Its earlier values are gone."""
     RESULT_ROLLED_BACK = "the consumer's own table was rolled back"
 
 

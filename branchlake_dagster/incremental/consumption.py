@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -136,7 +136,9 @@ class Consumption:
             raise TableMissing.of_asset(key.to_user_string(), name, self._lake.open_branch())
         require_columns(self.consumer, key, table)
         main_table = _load_table_or_none(self._main_catalog, identifier)
-        return UpstreamTable(key, name, pattern, table, position_on_branch(table, main_table))
+        position = position_on_branch(table, main_table)
+        column_ids = self.consumer.deciding_column_ids(key, table)
+        return UpstreamTable(key, name, pattern, table, replace(position, column_ids=column_ids))
 
     @cached_property
     def _target_table(self) -> Table | None:

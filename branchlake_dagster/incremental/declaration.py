@@ -461,6 +461,20 @@ class Consumer:
         columns = {name: self.column_of_input(key, name) for name in self.spec.columns_by_dimension}
         return {name: column for name, column in columns.items() if column in column_names}
 
+    def deciding_column_ids(self, key: AssetKey, table: Table) -> tuple[tuple[str, int], ...]:
+        """Return the names and field ids of the input columns that decide what has changed, sorted by name.
+
+        These are the columns of `require_columns`, and the keys by which an upsert finds the results of
+        removed rows. Columns that the input lacks are left out.
+        """
+        required, optional = _deciding_columns(self, key)
+        names = {*required, *optional}
+        if self.declaration.inputs[key] == "rows" and self.when_removed == "apply":
+            names |= {*self.spec.keys}
+        return tuple(
+            sorted((field.name, field.field_id) for field in table.schema().fields if field.name in names)
+        )
+
 
 @dataclass(frozen=True)
 class UpstreamTable:
@@ -487,17 +501,7 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     if the input once had it: an input that never had it lacks it by design, and its rows belong to all
     partitions.
     """
-    declaration = consumer.declaration
-    pattern = declaration.inputs[key]
-    required = declaration.key_columns_of(key) if pattern == "keys" else ()
-    if key in declaration.column_overrides and (time_column := declaration.column_overrides[key].on):
-        required = (*required, time_column)
-    partition_columns = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
-    if consumer.tracks_partitions and pattern != "range":
-        required = (*required, *partition_columns)
-    optional = partition_columns
-    if pattern == "range":
-        optional += [name for name in (declaration.range_column_of(key),) if name]
+    required, optional = _deciding_columns(consumer, key)
     column_names = {field.name for field in table.schema().fields}
     for column in (*required, *optional):
         if column in column_names:
@@ -505,10 +509,26 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
         field_id = _find_earlier_field_id(table, column)
         if field_id is not None or column in required:
             raise _column_gone_error(consumer, key, table, column, field_id)
-    if pattern == "keys":
+    if consumer.declaration.inputs[key] == "keys":
         require_selectable_keys(
-            table, declaration.key_columns_of(key), format_table_name(consumer.inputs[key])
+            table, consumer.declaration.key_columns_of(key), format_table_name(consumer.inputs[key])
         )
+
+
+def _deciding_columns(consumer: Consumer, key: AssetKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns by which the consumer finds changes of an input: required ones, and the others."""
+    declaration = consumer.declaration
+    pattern = declaration.inputs[key]
+    required = declaration.key_columns_of(key) if pattern == "keys" else ()
+    if key in declaration.column_overrides and (time_column := declaration.column_overrides[key].on):
+        required = (*required, time_column)
+    partition_columns = tuple(
+        consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension
+    )
+    if consumer.tracks_partitions and pattern != "range":
+        required = (*required, *partition_columns)
+    range_column = declaration.range_column_of(key) if pattern == "range" else None
+    return required, (*partition_columns, *((range_column,) if range_column else ()))
 
 
 def require_selectable_keys(table: Table, columns: Iterable[str], name: str) -> None:
