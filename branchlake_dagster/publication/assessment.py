@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -35,10 +35,7 @@ from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckedRows,
     CheckEvaluation,
-    EventPosition,
-    RecordedHead,
     RunEvidence,
-    StepOfRun,
     Verdict,
     WrittenPartition,
     judge_evidence,
@@ -57,6 +54,15 @@ from branchlake_dagster.runs.discarding import (
     fail_unpublished_run,
     is_claimed,
 )
+from branchlake_dagster.runs.run_events import (
+    STEP_ENDS,
+    EventPosition,
+    RecordedHead,
+    StepOfRun,
+    event_metadata,
+    find_recorded_head,
+    iter_positioned_events,
+)
 from branchlake_dagster.runs.run_tags import (
     RunState,
     find_keep_failed_hours,
@@ -74,11 +80,6 @@ from branchlake_dagster.tables.specification import (
 )
 
 _STEP_STARTS = {DagsterEventType.STEP_START, DagsterEventType.STEP_RESTARTED}
-_STEP_ENDS = {
-    DagsterEventType.STEP_SUCCESS,
-    DagsterEventType.STEP_FAILURE,
-    DagsterEventType.STEP_UP_FOR_RETRY,
-}
 _EVENT_TYPES = {
     DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
     DagsterEventType.ASSET_CHECK_EVALUATION,
@@ -88,7 +89,7 @@ _EVENT_TYPES = {
     DagsterEventType.ENGINE_EVENT,
     DagsterEventType.STEP_SKIPPED,
     *_STEP_STARTS,
-    *_STEP_ENDS,
+    *STEP_ENDS,
 }
 
 
@@ -123,16 +124,18 @@ def collect_evidence(
     attempts: Counter[tuple[str, str | None]] = Counter()
     step_starts: dict[tuple[str, str | None], EventPosition] = {}
     step_ends: dict[StepOfRun, EventPosition] = {}
-    for position, record in _iter_positioned_events(instance, runs):
+    for position, record in iter_positioned_events(instance, runs, _EVENT_TYPES):
         event = record.event_log_entry.dagster_event
         if event is None:
             continue
         step_key = record.event_log_entry.step_key
         step = StepOfRun(record.run_id, step_key or "")
         attempt = attempts[record.run_id, step_key]
+        if (head := find_recorded_head(position, record)) is not None:
+            heads.append(head)
         if event.event_type in _STEP_STARTS:
             step_starts[record.run_id, step_key] = position
-        elif event.event_type in _STEP_ENDS:
+        elif event.event_type in STEP_ENDS:
             step_ends[step] = position
             if event.event_type == DagsterEventType.STEP_SUCCESS:
                 succeeded_steps.add(step)
@@ -165,18 +168,16 @@ def collect_evidence(
                 run_id=record.run_id,
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
-            table = _event_metadata(event).get(EventMetadata.TABLE)
+            table = event_metadata(event).get(EventMetadata.TABLE)
             if table is not None:
                 loaded_tables.add((step_key, str(table.value)))
         elif event.event_type == DagsterEventType.ENGINE_EVENT:
             read_tables |= _get_json_set(event, EventMetadata.READ_TABLES)
             unnamed_reads |= _get_json_set(event, EventMetadata.UNNAMED_READS)
-            heads += _find_heads(position, record, _event_metadata(event))
-            if application := _event_metadata(event).get(EventMetadata.SPARK_APPLICATION):
+            if application := event_metadata(event).get(EventMetadata.SPARK_APPLICATION):
                 applications.add(str(application.value))
         else:
             materialization = event.step_materialization_data.materialization
-            heads += _find_heads(position, record, materialization.metadata)
             written_partitions[materialization.asset_key.to_user_string(), materialization.partition] = (
                 _to_written_partition(position, record, materialization, attempt)
             )
@@ -218,19 +219,6 @@ def collect_evidence(
     )
 
 
-def _iter_positioned_events(
-    instance: DagsterInstance, runs: Sequence[DagsterRun]
-) -> Iterator[tuple[EventPosition, EventLogRecord]]:
-    for index, run in enumerate(runs):
-        cursor: str | None = None
-        has_more = True
-        while has_more:
-            page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENT_TYPES, limit=1000)
-            for record in page.records:
-                yield EventPosition(index, record.storage_id), record
-            cursor, has_more = page.cursor, page.has_more
-
-
 def _to_written_partition(
     position: EventPosition, record: EventLogRecord, materialization: AssetMaterialization, attempt: int
 ) -> WrittenPartition:
@@ -256,24 +244,10 @@ def _get_int(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | Non
     return value.value if value is not None and isinstance(value.value, int) else None
 
 
-def _find_heads(
-    position: EventPosition, record: EventLogRecord, metadata: Mapping[str, MetadataValue[Any]]
-) -> list[RecordedHead]:
-    """Return the hash of the branch that an event records, in a list; empty if it records none."""
-    value, step_key = metadata.get(EventMetadata.BRANCH_HEAD), record.event_log_entry.step_key
-    step = StepOfRun(record.run_id, step_key) if step_key else None
-    return [] if value is None else [RecordedHead(str(value.value), position, step)]
-
-
 def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
     """Return the strings of the JSON list `name` in an event's metadata; empty if the metadata lacks it."""
-    value = _event_metadata(event).get(name)
+    value = event_metadata(event).get(name)
     return set() if value is None else set(json.loads(str(value.value)))
-
-
-def _event_metadata(event: DagsterEvent) -> Mapping[str, Any]:
-    data: Any = event.event_specific_data
-    return getattr(data, "metadata", None) or {}
 
 
 def _build_asset_rules(

@@ -22,12 +22,10 @@ from branchlake_dagster.nessie.model import Content, ContentKey, Delete, Iceberg
 from branchlake_dagster.publication.verdict import (
     CheckedRows,
     CheckEvaluation,
-    EventPosition,
-    RecordedHead,
     RunEvidence,
-    StepOfRun,
 )
 from branchlake_dagster.runs.branch_commits import BranchCommits, ReadMetadata, find_added_snapshots
+from branchlake_dagster.runs.run_events import EventPosition, RecordedHead, StepOfRun
 from branchlake_dagster.stored_names import LakeProperty
 
 _COMMIT_ID = "nessie.commit.id"

@@ -6,7 +6,6 @@ Evidence (`RunEvidence`) records what a finished run did and which rules its ass
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,57 +13,14 @@ from functools import cached_property
 
 from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.nessie.model import ContentKey
+from branchlake_dagster.runs.run_events import EventPosition, RecordedHead, StepOfRun
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster.wording import CodedReason, format_names
-
-
-@dataclass(frozen=True, order=True)
-class EventPosition:
-    """The order of an event: first by its run, then within that run.
-
-    Dagster's `storage_id` alone does not order events of several runs. The default SQLite storage has one
-    database, and so one counter, for each run: a retry's first events have smaller ids than its parent's last
-    ones. Both fields are private, so that they are only compared together.
-
-    Args:
-        _run_index (int): Position of the run among the runs whose work is on the branch, oldest first.
-        _storage_id (int): Dagster's id of the event, which only grows within one run.
-    """
-
-    _run_index: int
-    _storage_id: int
-
-    def is_same_run(self, other: EventPosition) -> bool:
-        """Return whether both events belong to the same run."""
-        return self._run_index == other._run_index
-
-    @classmethod
-    def end_of_run(cls, run_index: int) -> EventPosition:
-        """Return the position after all events of a run, and before those of the runs that continue it."""
-        return cls(run_index, sys.maxsize)
-
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
 CheckedRows = tuple[CheckName, str | None]
 """(check, partition). The partition is None for a result without a partition."""
-
-
-@dataclass(frozen=True)
-class StepOfRun:
-    """A step of one of the runs that worked on the branch."""
-
-    run_id: str
-    step_key: str
-
-
-@dataclass(frozen=True)
-class RecordedHead:
-    """A hash of the branch that a run recorded after its writes. `step` is None if no step recorded it."""
-
-    hash: str
-    position: EventPosition
-    step: StepOfRun | None = None
 
 
 @dataclass(frozen=True)

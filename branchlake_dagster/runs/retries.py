@@ -52,7 +52,7 @@ from branchlake_dagster.runs.run_tags import (
     find_run_location,
     is_judged,
 )
-from branchlake_dagster.runs.session_uses import BranchTimeline
+from branchlake_dagster.runs.session_uses import BranchTimeline, StepFinder
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
@@ -332,14 +332,14 @@ class _UnnamedCommits:
             entry.commit.hash: number for number, entry in enumerate(reversed(entries), 1)
         }
         self._load_timeline = load_timeline
-        self._timeline: BranchTimeline | None = None
+        self._step_finder: StepFinder | None = None
 
     def find_writer(self, application: str, commit_hash: str) -> _CommitWriter:
         """Return the writer of a commit by a Spark application."""
-        if self._timeline is None:
-            self._timeline = self._load_timeline() if self._load_timeline is not None else BranchTimeline()
-        number = self._numbers[commit_hash]
-        steps = self._timeline.find_possible_steps(application, number, self._numbers)
+        if self._step_finder is None:
+            timeline = self._load_timeline() if self._load_timeline is not None else BranchTimeline()
+            self._step_finder = StepFinder(timeline, self._numbers)
+        steps = self._step_finder.find_possible_steps(application, self._numbers[commit_hash])
         if steps == {self._step}:
             return _CommitWriter.OWN_CODE
         # No step: the code may have kept a session that an earlier step had opened.

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from branchlake_dagster.runs.session_uses import BranchTimeline, EventIndex, SessionUse
+from branchlake_dagster.runs.run_events import EventPosition, RecordedHead
+from branchlake_dagster.runs.session_uses import BranchTimeline, SessionUse, StepFinder
 
 NUMBERS = {"base": 0, "a": 1, "b": 2, "c": 3}
-NEVER = (0, 10**9)
+NEVER = EventPosition.end_of_run(0)
 
 
-def use(step: str | None, start: int, end: EventIndex | int, application: str = "x") -> SessionUse:
-    return SessionUse(application, step, (0, start), (0, end) if isinstance(end, int) else end)
+def use(step: str | None, start: int, end: EventPosition | int, application: str = "x") -> SessionUse:
+    last = EventPosition(0, end) if isinstance(end, int) else end
+    return SessionUse(application, step, EventPosition(0, start), last)
 
 
 def possible(number: int, *uses: SessionUse, heads: dict[int, str]) -> set[str | None]:
-    timeline = BranchTimeline(uses, tuple(((0, position), head) for position, head in heads.items()))
-    return set(timeline.find_possible_steps("x", number, NUMBERS))
+    recorded_heads = tuple(RecordedHead(head, EventPosition(0, position)) for position, head in heads.items())
+    return set(StepFinder(BranchTimeline(uses, recorded_heads), NUMBERS).find_possible_steps("x", number))
 
 
 def test_steps_that_follow_each_other_are_distinguished_by_the_heads_at_their_ends() -> None:

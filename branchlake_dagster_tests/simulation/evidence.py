@@ -16,11 +16,10 @@ from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
     CheckName,
-    EventPosition,
-    RecordedHead,
     RunEvidence,
     WrittenPartition,
 )
+from branchlake_dagster.runs.run_events import EventPosition, RecordedHead
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died

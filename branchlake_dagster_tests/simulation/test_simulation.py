@@ -39,9 +39,10 @@ from branchlake_dagster.publication.rebase_plan import CommitPlan
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.publication.replay import StagedState
 from branchlake_dagster.publication.table_change import ChangeMode, TableChange
-from branchlake_dagster.publication.verdict import Decision, EventPosition, Verdict
+from branchlake_dagster.publication.verdict import Decision, Verdict
 from branchlake_dagster.runs.branch_commits import BranchCommits
 from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFinder
+from branchlake_dagster.runs.run_events import EventPosition
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play
 

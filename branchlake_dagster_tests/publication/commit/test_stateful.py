@@ -26,13 +26,13 @@ from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChan
 from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
-    EventPosition,
     RunEvidence,
     WrittenPartition,
     judge_evidence,
 )
 from branchlake_dagster.runs.discarding import discard_branch
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
+from branchlake_dagster.runs.run_events import EventPosition
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.tables import (

@@ -14,13 +14,13 @@ from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
     Decision,
-    EventPosition,
     RunEvidence,
     Verdict,
     WrittenPartition,
     judge_evidence,
     waive_unwritten_checks,
 )
+from branchlake_dagster.runs.run_events import EventPosition
 
 A = "lake/a"
 CHECK = (A, "good")
