@@ -41,16 +41,22 @@ def orders(namespace: str) -> Source:
     return source
 
 
-def daily_of(orders: Source, namespace: str, pattern: str, when_lost: str) -> dg.AssetsDefinition:
+def daily_of(
+    orders: Source,
+    namespace: str,
+    pattern: str,
+    when_lost: str,
+    partitions: dg.PartitionsDefinition[str] | None = DAYS,
+) -> dg.AssetsDefinition:
     write, options = PATTERNS[pattern]
+    by = {} if partitions is None else {"partition_by": "at"}
     declaration: Any = {"on": "at", "when_lost": when_lost, **options}
 
     @dg.asset(
         key=[namespace, "daily"],
-        partitions_def=DAYS,
+        partitions_def=partitions,
         ins={"orders": dg.AssetIn(orders.key)},
-        metadata=table_metadata(partition_by="at", **write, **FREE)
-        | consumes({orders.key: pattern}, **declaration),
+        metadata=table_metadata(**by, **write, **FREE) | consumes({orders.key: pattern}, **declaration),
     )
     def daily(orders: pl.DataFrame) -> pl.DataFrame:
         return orders
@@ -132,43 +138,28 @@ def test_each_partition_can_be_rebuilt_after_a_change_was_lost(
         assert launch_all(p, ticks, daily) == ["2026-01-01"]
 
 
-def test_partitions_that_skip_a_lost_change_continue_from_then_on(
-    lakehouse: Lakehouse, namespace: str, orders: Source
+@pytest.mark.parametrize(
+    ("partitions", "launched"),
+    [(DAYS, ["2026-01-03"]), (None, [None])],
+    ids=["by day", "without partitions"],
+)
+def test_a_consumer_that_skips_a_lost_change_is_launched_to_record_it_and_continues(
+    lakehouse: Lakehouse,
+    namespace: str,
+    orders: Source,
+    partitions: dg.PartitionsDefinition[str] | None,
+    launched: list[str | None],
 ) -> None:
-    daily = daily_of(orders, namespace, "rows", "skip")
+    daily = daily_of(orders, namespace, "rows", "skip", partitions)
     with project(lakehouse, orders.asset, daily) as p:
-        ticks = Ticks(p)
+        lake, ticks = LakehouseResource.from_settings(p.lake.settings), Ticks(p)
         orders.append(p, (at(1), "a", 1), (at(2), "b", 2))
         launch_all(p, ticks, daily)
         recreate(p, orders)
-        launch_all(p, ticks, daily)
+        assert consumer_backlog(daily, lake).has_any
+        assert launch_all(p, ticks, daily)
+        assert not consumer_backlog(daily, lake).has_any
         assert prices(p, daily) == [(1, 1), (2, 2)]
         orders.append(p, (at(3), "d", 9))
-        assert launch_all(p, ticks, daily) == ["2026-01-03"]
+        assert launch_all(p, ticks, daily) == launched
         assert prices(p, daily) == [(1, 1), (2, 2), (3, 9)]
-
-
-def test_a_consumer_that_skips_a_lost_change_is_launched_to_record_it(
-    lakehouse: Lakehouse, namespace: str, orders: Source
-) -> None:
-    @dg.asset(
-        key=[namespace, "lines"],
-        ins={"orders": dg.AssetIn(orders.key)},
-        metadata=table_metadata(write_mode="append", **FREE)
-        | consumes({orders.key: "rows"}, when_lost="skip"),
-    )
-    def lines(orders: pl.DataFrame) -> pl.DataFrame:
-        return orders
-
-    with project(lakehouse, orders.asset, lines) as p:
-        lake = LakehouseResource.from_settings(p.lake.settings)
-        orders.append(p, (at(1), "a", 1))
-        published(p, lines)
-        recreate(p, orders)
-        assert consumer_backlog(lines, lake).has_any
-        assert len(Ticks(p).tick()) == 1
-        published(p, lines)
-        assert not consumer_backlog(lines, lake).has_any
-        orders.append(p, (at(3), "d", 9))
-        published(p, lines)
-        assert sorted(prices(p, lines)) == [(1, 1), (3, 9)]
