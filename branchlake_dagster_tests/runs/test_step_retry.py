@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import dagster as dg
 import polars as pl
@@ -16,7 +17,7 @@ from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata
-from branchlake_dagster.tables.errors import RetryNeedsFullRun
+from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.tables.specification import WriteMode, table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry, retry_failed_assets
 from branchlake_dagster_tests.suite import memory
@@ -474,3 +475,39 @@ def test_a_later_attempt_that_does_not_use_the_lake_takes_out_what_the_earlier_o
         run_id = retry(p, run_id) if by_re_execution else run_id
         assert p.settle(run_id).state is RunState.PUBLISHED
         assert rows(p, namespace, "t") == [0]
+
+
+@pytest.mark.parametrize("by_re_execution", [False, True])
+@pytest.mark.parametrize("used", ["lakehouse", "other_lake"])
+def test_with_two_lakes_what_an_earlier_attempt_wrote_to_one_of_them_is_taken_out(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, used: str, by_re_execution: bool
+) -> None:
+    """A run works on one lake. The first attempt fails when it also opens the other one."""
+    attempts: list[int] = []
+
+    @dg.asset(key=[namespace, "writer"], metadata=FREE, retry_policy=None if by_re_execution else ONE)
+    def writer(lakehouse: LakehouseResource, other_lake: LakehouseResource) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            own, foreign = (lakehouse, other_lake) if used == "lakehouse" else (other_lake, lakehouse)
+            add(own, namespace, 1)
+            foreign.open_branch()
+
+    with memory.serve(memory.SharedNessie()) as client:
+        other = memory.open_lake(client, tmp_path / "other")
+        for lake in (lakehouse, other):
+            frame = pl.DataFrame({"n": [0]}).to_arrow()
+            lake.catalog().create_namespace_if_not_exists((namespace,))
+            lake.catalog().create_table((namespace, "t"), frame.schema).append(frame)
+        resources = {"other_lake": LakehouseResource.from_settings(other.settings)}
+        with project(lakehouse, writer, resources=resources) as p:
+            run_id = p.run(ok=not by_re_execution)
+            if by_re_execution:
+                p.failed_with(OneLakeOnly)
+                run_id = retry(p, run_id)
+            assert len(attempts) == 2
+            own, foreign = (lakehouse, other) if used == "lakehouse" else (other, lakehouse)
+            branch = run_branch_name(run_id)
+            table = own.catalog(branch).load_table((namespace, "t"))
+            assert table.scan().to_arrow()["n"].to_pylist() == [0]
+            assert not foreign.nessie.has_reference(branch)
