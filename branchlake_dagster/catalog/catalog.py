@@ -40,6 +40,7 @@ from branchlake_dagster.catalog.content_store import (
     namespace_key,
     require_namespace,
 )
+from branchlake_dagster.catalog.damaged_files import StoredTable
 from branchlake_dagster.catalog.recorded_repositories import record_repository
 from branchlake_dagster.catalog.stored_files import read_metadata, record_prefixes
 from branchlake_dagster.errors import Unsupported
@@ -226,7 +227,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def _load(self, key: ContentKey, content: IcebergTable) -> Table:
         location = content.metadata_location
         metadata = read_metadata(self._load_file_io(location=location), location)
-        return Table(
+        return StoredTable(
             identifier=key.elements,
             metadata=metadata,
             metadata_location=location,
@@ -363,7 +364,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return self._to_table(staged)
 
     def _to_table(self, staged: StagedTable) -> Table:
-        return Table(staged.name(), staged.metadata, staged.metadata_location, staged.io, self)
+        return StoredTable(staged.name(), staged.metadata, staged.metadata_location, staged.io, self)
 
     def _put_table(
         self,

@@ -4,20 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, FileFormat
-from pyiceberg.table import DataScan, FileScanTask
+from pyiceberg.table import ALWAYS_TRUE, DataScan, FileScanTask, Table
+from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_content, wrap_parse_errors
 
 
-def read_scan(scan: DataScan) -> pa.Table:
-    """Read the rows of a scan. Raises StoredFileDamaged as `name_damaged_file`."""
-    with name_damaged_file(scan.io, scan.plan_files):
-        return scan.to_arrow()
+class StoredTable(Table):
+    """A table of the catalog. Its scans raise StoredFileDamaged, which names the file, for a damaged file."""
+
+    def scan(
+        self,
+        row_filter: str | BooleanExpression = ALWAYS_TRUE,
+        selected_fields: tuple[str, ...] = ("*",),
+        case_sensitive: bool = True,
+        snapshot_id: int | None = None,
+        options: Properties = EMPTY_DICT,
+        limit: int | None = None,
+    ) -> DataScan:
+        """Return a scan of the table's current metadata, as PyIceberg's `Table.scan`."""
+        return StoredScan(
+            self.metadata,
+            self.io,
+            row_filter=row_filter,
+            selected_fields=selected_fields,
+            case_sensitive=case_sensitive,
+            snapshot_id=snapshot_id,
+            options=options,
+            limit=limit,
+            catalog=self.catalog,
+            table_identifier=self.name(),
+        )
+
+
+class StoredScan(DataScan):
+    """A scan that raises StoredFileDamaged for a damaged file, as `name_damaged_file`."""
+
+    def to_arrow(self, *arguments: Any, **options: Any) -> pa.Table:
+        """Read all rows."""
+        with name_damaged_file(self.io, self.plan_files):
+            return super().to_arrow(*arguments, **options)
+
+    def to_arrow_batch_reader(self, *arguments: Any, **options: Any) -> pa.RecordBatchReader:
+        """Return the rows as a stream of batches. Its errors are raised while it is read."""
+        with name_damaged_file(self.io, self.plan_files):
+            reader = super().to_arrow_batch_reader(*arguments, **options)
+        return pa.RecordBatchReader.from_batches(reader.schema, self._iter_batches(reader))
+
+    def _iter_batches(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        with name_damaged_file(self.io, self.plan_files):
+            yield from reader
+
+    def count(self) -> int:
+        """Count the rows. Reads the files that have other rows, or deleted rows."""
+        with name_damaged_file(self.io, self.plan_files):
+            return super().count()
 
 
 @contextmanager

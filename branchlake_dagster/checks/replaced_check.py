@@ -14,7 +14,6 @@ from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.table import Table
 from pyiceberg.types import BooleanType, DecimalType, DoubleType, FloatType, IntegerType, LongType
 
-from branchlake_dagster.catalog.damaged_files import read_scan
 from branchlake_dagster.checks.asset_checks import (
     CheckedAsset,
     asset_key,
@@ -158,7 +157,7 @@ def _measure_rows(table: Table | None, rows: StoredRows, sums: Sequence[str], ru
     )
     measures: dict[str, Any] = {_ROWS: table.scan(row_filter=row_filter).count()}
     if columns := [column for column in sums if column not in missing_columns]:
-        column_values = read_scan(table.scan(row_filter=row_filter, selected_fields=tuple(columns)))
+        column_values = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
         measures |= {f"sum({column})": pc.sum(column_values[column]).as_py() or 0 for column in columns}
     return measures
 

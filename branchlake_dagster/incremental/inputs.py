@@ -28,7 +28,6 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import DateType, TimestampType, TimestamptzType
 
-from branchlake_dagster.catalog.damaged_files import read_scan
 from branchlake_dagster.history.change import ChangeSet
 from branchlake_dagster.history.ranges import Range, Ranges, merge_ranges
 from branchlake_dagster.history.rows import (
@@ -408,7 +407,7 @@ def load_rows(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
 
 
 def _scan_table(table: Table, row_filter: BooleanExpression) -> pa.Table:
-    return read_scan(table.scan(row_filter=row_filter))
+    return table.scan(row_filter=row_filter).to_arrow()
 
 
 def _row_filter(selection: Selection | None, table: Table) -> BooleanExpression:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
@@ -103,13 +103,14 @@ class LakeReader:
             keys = _merge_equal_names(
                 resolve_tables(self._lake.nessie, state, [path for path in table_paths if len(path) > 1])
             )
-            _attach_tables(connection, {path: self._load_table(state, key) for path, key in keys.items()})
+            tables = {path: self._load_table(state, key) for path, key in keys.items()}
+            datasets = _attach_tables(connection, tables)
             try:
                 relation = _run_duckdb(lambda: connection.sql(query))
             except QueryFailed as error:
                 error.hint = self._suggest_namespaces(table_paths, state)
                 raise
-            return QueryResult(relation, connection, state)
+            return QueryResult(relation, connection, state, datasets)
         except BaseException:
             connection.close()
             raise
@@ -267,13 +268,20 @@ class LakeReader:
 class QueryResult:
     """The result of a query, which can be read in several formats. Each read runs the query.
 
-    `state` is the state of the lake that the query reads. Errors while rows are read are raised as
-    QueryFailed.
+    `state` is the state of the lake that the query reads. `datasets` are the tables of the query. Errors
+    while rows are read are raised as QueryFailed, except StoredFileDamaged, which names a damaged file.
     """
 
-    def __init__(self, relation: DuckDBPyRelation, connection: DuckDBPyConnection, state: LakeState) -> None:
+    def __init__(
+        self,
+        relation: DuckDBPyRelation,
+        connection: DuckDBPyConnection,
+        state: LakeState,
+        datasets: Sequence[IcebergDataset] = (),
+    ) -> None:
         self.state = state
         self._relation = relation
+        self._datasets = datasets
         self._connection = connection
 
     def __enter__(self) -> Self:
@@ -297,18 +305,18 @@ class QueryResult:
 
     def arrow(self) -> pa.Table:
         """Return all rows as an Arrow table."""
-        return _run_duckdb(self._relation.to_arrow_table)
+        return _run_duckdb(self._relation.to_arrow_table, self._datasets)
 
     def batches(self, rows: int = _BATCH_ROWS) -> pa.RecordBatchReader:
         """Return the rows as a stream of Arrow batches, for results larger than memory.
 
         `rows` is the number of rows in a batch.
         """
-        return _stream_batches(self._relation, rows)
+        return _stream_batches(self._relation, rows, self._datasets)
 
     def polars(self) -> pl.DataFrame:
         """Return all rows as a Polars frame."""
-        frame: pl.DataFrame = _run_duckdb(self._relation.pl)
+        frame: pl.DataFrame = _run_duckdb(self._relation.pl, self._datasets)
         return frame
 
     def string_batches(self, rows: int = _BATCH_ROWS, *, numbers: bool = False) -> pa.RecordBatchReader:
@@ -323,7 +331,7 @@ class QueryResult:
             else f"CAST(#{number} AS VARCHAR) AS {quote_sql_name(name)}"
             for number, (name, type_name) in enumerate(self.columns, start=1)
         ]
-        return _stream_batches(self._relation.project(", ".join(expressions)), rows)
+        return _stream_batches(self._relation.project(", ".join(expressions)), rows, self._datasets)
 
 
 def is_number_type(type_name: str) -> bool:
@@ -344,29 +352,41 @@ def _open_duckdb() -> DuckDBPyConnection:
     return connection
 
 
-def _run_duckdb(call: Callable[[], T]) -> T:
+def _run_duckdb(call: Callable[[], T], datasets: Sequence[IcebergDataset] = ()) -> T:
     import duckdb
 
-    try:
+    with _wrap_errors(datasets, duckdb.Error):
         return call()
-    except duckdb.Error as error:
+
+
+@contextmanager
+def _wrap_errors(datasets: Sequence[IcebergDataset], *kinds: type[Exception]) -> Iterator[None]:
+    """Raise QueryFailed for an error of these `kinds`, or StoredFileDamaged if a dataset has met it."""
+    for dataset in datasets:
+        dataset.damaged = None
+    try:
+        yield
+    except kinds as error:
+        damaged = next((dataset.damaged for dataset in datasets if dataset.damaged is not None), None)
+        if damaged is not None:
+            raise damaged from error
         raise QueryFailed(str(error).strip()) from error
 
 
-def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
+def _stream_batches(
+    relation: DuckDBPyRelation, rows: int, datasets: Sequence[IcebergDataset]
+) -> pa.RecordBatchReader:
     """Return the rows as a stream of batches with `rows` rows each.
 
-    Raises QueryFailed, also while the stream is read.
+    Raises QueryFailed or StoredFileDamaged, also while the stream is read.
     """
     import pyarrow as pa
 
-    reader = _run_duckdb(lambda: relation.to_arrow_reader(rows))
+    reader = _run_duckdb(lambda: relation.to_arrow_reader(rows), datasets)
 
     def batches() -> Iterator[pa.RecordBatch]:
-        try:
+        with _wrap_errors(datasets, pa.ArrowException, OSError):
             yield from reader
-        except (pa.ArrowException, OSError) as error:
-            raise QueryFailed(str(error).strip()) from error
 
     return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
@@ -397,12 +417,13 @@ def _view_path(path: TablePath) -> tuple[str, str, str]:
     return "memory" if database.lower() == "main" and len(path) == 2 else database, schema, path[-1]
 
 
-def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> None:
-    """Create a DuckDB view for each table, under the path by which the query names it.
+def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> list[IcebergDataset]:
+    """Create a DuckDB view for each table, under the path by which the query names it. Return its datasets.
 
     The first level of a path becomes a database. Of three levels the second becomes a schema; otherwise the
     schema is `main`. Raises QueryFailed for more than three levels and for names that DuckDB reserves.
     """
+    datasets: list[IcebergDataset] = []
     for number, (path, table) in enumerate(tables.items()):
         if len(path) > 3:
             raise QueryFailed(
@@ -418,6 +439,7 @@ def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Ta
             )
         source = f"__branchlake_{number}"
         dataset = IcebergDataset(table)
+        datasets.append(dataset)
         # Plan now, so that a refusal is raised as it is. Inside DuckDB it would become DuckDB's error.
         dataset.plan_files()
         connection.register(source, dataset)
@@ -429,6 +451,7 @@ def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Ta
         )
         view = f"{quote_sql_name(database)}.{quote_sql_name(schema)}.{quote_sql_name(name)}"
         _execute_sql(connection, f"CREATE VIEW {view} AS FROM {source}")
+    return datasets
 
 
 def _execute_sql(connection: DuckDBPyConnection, sql: str) -> None:

@@ -34,6 +34,8 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
+from branchlake_dagster.catalog.damaged_files import name_damaged_file
+from branchlake_dagster.catalog.stored_files import StoredFileDamaged
 from branchlake_dagster.history.manifests import column_facts
 from branchlake_dagster.query.reference import QueryFailed
 
@@ -114,6 +116,8 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         self._table = table
         self._arrow_schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
         self._tasks: list[FileScanTask] | None = None
+        self.damaged: StoredFileDamaged | None = None
+        """The error of a damaged file that a reader has met. DuckDB raises an error of its own."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -168,13 +172,24 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         Does not use a PyArrow scanner: its threads read ahead, and a reader that stops early (LIMIT) waits
         for them forever, because they need the interpreter lock that the reader holds.
         """
-        for group in _group_tasks(tasks):
-            for batch in scan.to_record_batches(group):
+        try:
+            for batch in self._iter_stored_batches(scan, tasks):
                 # Batches of different files may differ in large_ types, such as string and large_string.
                 rows = pa.Table.from_batches([batch]).cast(arrow_schema)
                 if condition is not None:
                     rows = rows.filter(condition)
                 yield from rows.select(list(column_names)).to_batches()
+        except StoredFileDamaged as damaged:
+            self.damaged = damaged
+            raise
+
+    def _iter_stored_batches(
+        self, scan: ArrowScan, tasks: Sequence[FileScanTask]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of the files. Raises StoredFileDamaged as `name_damaged_file`."""
+        with name_damaged_file(self._table.io, lambda: tasks):
+            for group in _group_tasks(tasks):
+                yield from scan.to_record_batches(group)
 
     def plan_files(self) -> list[FileScanTask]:
         """Return the data files of the snapshot with their delete files, from the manifests; cached.

@@ -20,7 +20,6 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import TimestampType
 
-from branchlake_dagster.catalog.damaged_files import read_scan
 from branchlake_dagster.errors import format_first_values
 from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
@@ -561,7 +560,7 @@ def read_frame(
     )
     names = ("*",) if columns is None else tuple(columns)
     scan = table.scan(row_filter=row_filter, selected_fields=names)
-    rows = read_scan(scan)
+    rows = scan.to_arrow()
     return from_arrow(rows if columns is None else rows.select(list(columns)), frame_type)
 
 

@@ -9,12 +9,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyiceberg.io.pyarrow import PyArrowFileIO
-from pyiceberg.table import FileScanTask
+from pyiceberg.table import DataScan, FileScanTask
 
 from branchlake_dagster import consumes, rows, table_metadata
 from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.errors import StoredFileDamaged
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.query import LakeReader, QueryFailed, QueryResult
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 
@@ -60,6 +61,77 @@ def test_the_error_names_the_damaged_file(
         file.write_bytes(damage(file.read_bytes()))
         p.run(reader.key, ok=False)
         p.failed_with(StoredFileDamaged, file.name)
+
+
+@pytest.fixture
+def damaged(request: pytest.FixtureRequest, lakehouse: Lakehouse, namespace: str) -> Path:
+    """A damaged file of the table `t`, which has two files."""
+    catalog = lakehouse.catalog()
+    catalog.create_namespace(namespace)
+    rows = pa.table({"n": pa.array(range(1000)), "s": [f"text {one}" for one in range(1000)]})
+    table = catalog.create_table((namespace, "t"), rows.schema)
+    for _ in range(2):
+        table.append(rows)
+    first, _ = table.scan().plan_files()
+    file = Path(urlsplit(first.file.file_path).path)
+    file.write_bytes(request.param(file.read_bytes()))
+    return file
+
+
+@pytest.mark.parametrize("damaged", [without_end, with_other_pages], indirect=True)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scan: scan.to_arrow(),
+        lambda scan: scan.to_polars(),
+        lambda scan: scan.filter("n > 3").select("s").to_arrow(),
+        lambda scan: scan.to_arrow_batch_reader().read_all(),
+        lambda scan: scan.filter("n > 3").count(),
+    ],
+    ids=["arrow", "polars", "filtered", "batches", "count"],
+)
+def test_scans_of_tables_of_the_catalog_name_the_damaged_file(
+    lakehouse: Lakehouse, namespace: str, damaged: Path, read: Callable[[DataScan], object]
+) -> None:
+    table = lakehouse.catalog().load_table((namespace, "t"))
+    with pytest.raises(StoredFileDamaged) as caught:
+        read(table.scan())
+    assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end, with_other_pages], indirect=True)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda result: result.arrow(),
+        lambda result: result.polars(),
+        lambda result: result.batches().read_all(),
+        lambda result: result.string_batches().read_all(),
+    ],
+    ids=["arrow", "polars", "batches", "strings"],
+)
+def test_queries_name_the_damaged_file(
+    lakehouse: Lakehouse, namespace: str, damaged: Path, read: Callable[[QueryResult], object]
+) -> None:
+    with LakeReader(lakehouse).sql(f"SELECT * FROM {namespace}.t WHERE n > 3") as result:
+        for _ in range(2):
+            with pytest.raises(StoredFileDamaged) as caught:
+                read(result)
+            assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end], indirect=True)
+def test_another_error_of_a_query_after_a_damaged_file_is_raised_as_it_is(
+    lakehouse: Lakehouse, namespace: str, damaged: Path
+) -> None:
+    content = damaged.read_bytes()
+    with LakeReader(lakehouse).sql(f"SELECT CAST(s AS INTEGER) AS i FROM {namespace}.t") as result:
+        with pytest.raises(StoredFileDamaged):
+            result.arrow()
+        damaged.unlink()
+        with pytest.raises(QueryFailed):
+            result.arrow()
+        damaged.write_bytes(content)
 
 
 @pytest.mark.parametrize("error", [pa.ArrowInvalid("a cast"), OSError("a page"), OSError(5, "the storage")])
