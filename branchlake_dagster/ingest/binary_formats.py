@@ -357,7 +357,9 @@ def _load_message_handler(descriptors: bytes, message: str):  # type: ignore[no-
             reason="unknown_message",
             subject=message,
         ) from error
-    return ptars.HandlerPool([message_type.file]).get_for_message(message_type)
+    # Spark has no nanoseconds, and with them every time after the year 2262 would be the last one they hold.
+    units = ptars.PtarsConfig(timestamp_unit="us", time_unit="us", duration_unit="us")
+    return ptars.HandlerPool([message_type.file], config=units).get_for_message(message_type)
 
 
 def _build_decoder(descriptors: bytes, message: str, kind: pa.StructType) -> DecodeFunction:
