@@ -17,6 +17,7 @@ from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.ingest.decoder_results import check_decoded, failure_reason
 from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
     RecordColumn,
@@ -271,7 +272,6 @@ _TIME_TYPES = ("timestamp", "timestamp_ntz")
 _INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
 _NESTED_TYPES = ("struct<", "array<", "map<")
 _STRICT_TYPES = (*_TIME_TYPES, "date", "decimal")
-_MAX_REASON_LENGTH = 500
 _MAX_DIGITS = 400
 """Number of characters above which a number is not cast to a decimal.
 
@@ -544,8 +544,9 @@ def _any_field_present(value: Expression, column: RecordColumn, available_names:
 DecodeFunction = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
 """Decodes a whole batch of values: returns a struct for each value, and a reason for each value without one.
 
-The reason is null for a decoded value. If the function raises, it is called again with halves of the batch,
-down to single values; a value that raises alone becomes a dead letter.
+The reason is null for a decoded value. A value without a row and without a reason becomes a dead letter. If
+the function raises or returns something else, it is called again with halves of the batch, down to single
+values; a value that fails alone becomes a dead letter.
 """
 
 
@@ -648,23 +649,17 @@ def decode_values(
     """Call `decode`. If it raises, call it again with halves of the batch, down to single values.
 
     Returns a struct and a reason for each value. A single value that raises gets a null struct and a
-    reason. An error for an empty batch is ignored. A result of another length than `values` counts as an
-    error.
+    reason. An error for an empty batch is ignored. A result that `check_decoded` refuses counts as an error.
     """
     try:
-        rows, reasons = decode(values)
-        if len(rows) != len(values) or len(reasons) != len(values):
-            raise ValueError(f"{len(values)} values gave {len(rows)} rows and {len(reasons)} reasons")
-        # The halves are concatenated below, so they need one type.
-        return (rows if rows.type == kind else rows.cast(kind)), reasons.cast(pa.string())
+        return check_decoded(*decode(values), values, kind)
     except BaseException as error:  # any error of a user's function is about its values
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception | SystemExit) and not _is_panic(error):
             raise
         if len(values) == 0:
             return pa.nulls(0, kind), pa.array([], pa.string())
         if len(values) == 1:
-            message = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_MAX_REASON_LENGTH]
-            return pa.nulls(1, kind), pa.array([message], pa.string())
+            return pa.nulls(1, kind), pa.array([failure_reason(error)], pa.string())
         half = len(values) // 2
         parts = [decode_values(decode, part, kind) for part in (values[:half], values[half:])]
     return pa.concat_arrays([rows for rows, _ in parts]), pa.concat_arrays([why for _, why in parts])

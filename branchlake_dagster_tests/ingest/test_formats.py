@@ -7,11 +7,13 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pyarrow as pa
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
@@ -185,6 +187,120 @@ def test_a_function_that_fails_for_no_values_fails_no_batch() -> None:
     kind = pa.struct([pa.field("id", pa.int64())])
     rows, reasons = decode_values(decode, pa.array([], pa.binary()), kind)
     assert (rows.type, len(rows), len(reasons)) == (kind, 0, 0)
+
+
+def _decode_order(value: bytes) -> dict[str, Any]:
+    return {"id": len(value), "site": "x"}
+
+
+_ORDERS = pa.struct([("id", pa.int64()), ("site", pa.string())])
+
+
+class _UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("\udc80"), _UnprintableError(), SystemExit(2)], ids=["surrogate", "no-text", "exit"]
+)
+def test_an_error_without_a_message_fails_its_own_value_alone(error: BaseException) -> None:
+    """Its message could not be written, or it was no Exception, so it failed the batch instead of its value."""
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        if b"bad" in values.to_pylist():
+            raise error
+        return pa.array(map(_decode_order, values.to_pylist()), _ORDERS), pa.nulls(len(values), pa.string())
+
+    rows, reasons = decode_values(decode, pa.array([b"a", b"bad", b"ccc"], pa.binary()), _ORDERS)
+    assert [row and row["id"] for row in rows.to_pylist()] == [1, None, 3]
+    assert [type(error).__name__ in (reason or "") for reason in reasons.to_pylist()] == [False, True, False]
+
+
+def test_a_decoder_that_gives_neither_a_row_nor_a_reason_gives_a_dead_letter() -> None:
+    """Such a value became a row of nulls. A record without a value has its reason elsewhere."""
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        rows = [None if value in (None, b"bad") else _decode_order(value) for value in values.to_pylist()]
+        return pa.array(rows, _ORDERS), pa.nulls(len(rows), pa.string())
+
+    rows, reasons = decode_values(decode, pa.array([b"a", b"bad", None], pa.binary()), _ORDERS)
+    assert [row and row["id"] for row in rows.to_pylist()] == [1, None, None]
+    assert [reason is not None for reason in reasons.to_pylist()] == [False, True, False]
+
+
+def test_rows_without_any_field_of_the_schema_are_not_rows_of_nulls() -> None:
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        rows = [{"name": "x"} if value == b"bad" else _decode_order(value) for value in values.to_pylist()]
+        return pa.array(rows), pa.nulls(len(rows), pa.string())
+
+    rows, reasons = decode_values(decode, pa.array([b"bad"], pa.binary()), _ORDERS)
+    assert (rows.to_pylist(), [reason is not None for reason in reasons.to_pylist()]) == ([None], [True])
+    rows, reasons = decode_values(decode, pa.array([b"a"], pa.binary()), _ORDERS)
+    assert (rows.to_pylist(), reasons.to_pylist()) == ([{"id": 1, "site": "x"}], [None])
+
+
+def test_a_null_in_a_field_without_nulls_fails_its_own_value_alone() -> None:
+    """Spark trusts the schema: it read the null as zero."""
+    line = pa.struct([pa.field("sku", pa.string(), nullable=False)])
+    lines = pa.field("lines", pa.list_(line))
+    kind = pa.struct([pa.field("id", pa.int64(), nullable=False), lines])
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        ids = [None if value == b"bad" else len(value) for value in values.to_pylist()]
+        skus = pa.array([None if value == b"worse" else "s" for value in values.to_pylist()])
+        line_rows = pa.StructArray.from_arrays([skus], fields=list(line))
+        line_lists = pa.ListArray.from_arrays(list(range(len(values) + 1)), line_rows).cast(lines.type)
+        rows = pa.StructArray.from_arrays([pa.array(ids, pa.int64()), line_lists], fields=list(kind))
+        return rows, pa.nulls(len(values), pa.string())
+
+    rows, reasons = decode_values(decode, pa.array([b"a", b"bad", b"worse", b"dd"], pa.binary()), kind)
+    assert [row and row["id"] for row in rows.to_pylist()] == [1, None, None, 2]
+    assert [reason is not None for reason in reasons.to_pylist()] == [False, True, True, False]
+
+
+def test_results_in_chunks_are_results() -> None:
+    def decode(values: pa.BinaryArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+        parts = [pa.array([_decode_order(value)], _ORDERS) for value in values.to_pylist()]
+        return pa.chunked_array(parts, _ORDERS), pa.chunked_array([pa.nulls(len(values), pa.string())])
+
+    rows, reasons = decode_values(decode, pa.array([b"a", b"bb"], pa.binary()), _ORDERS)  # type: ignore[arg-type]
+    assert (type(rows), type(reasons)) == (pa.StructArray, pa.StringArray)
+    assert [row["id"] for row in rows.to_pylist()] == [1, 2]
+
+
+def test_a_reason_that_is_not_utf8_is_replaced() -> None:
+    """It was written to the dead letters, whose text nobody could read any more."""
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        return pa.nulls(len(values), _ORDERS), pa.array([b"\xff"] * len(values), pa.binary()).view(
+            pa.string()
+        )
+
+    _, reasons = decode_values(decode, pa.array([b"a", b"b"], pa.binary()), _ORDERS)
+    assert all(reasons.to_pylist())
+
+
+def test_a_protobuf_time_keeps_its_year() -> None:
+    """In nanoseconds every time after 2262 was the last one that nanoseconds can hold."""
+    file = descriptor_pb2.FileDescriptorProto(name="times.proto", package="shop", syntax="proto3")
+    file.dependency.append(timestamp_pb2.DESCRIPTOR.name)
+    field = descriptor_pb2.FieldDescriptorProto
+    file.message_type.add(name="Tick").field.add(
+        name="at",
+        number=1,
+        type=field.TYPE_MESSAGE,
+        type_name=".google.protobuf.Timestamp",
+        label=field.LABEL_OPTIONAL,
+    )
+    times = descriptor_pb2.FileDescriptorProto()
+    timestamp_pb2.DESCRIPTOR.CopyToProto(times)
+    reading = protobuf(descriptor_pb2.FileDescriptorSet(file=[times, file]).SerializeToString(), "shop.Tick")
+    first_of_3000 = datetime(3000, 1, 1, tzinfo=UTC)
+    encoded = timestamp_pb2.Timestamp(seconds=int(first_of_3000.timestamp())).SerializeToString()
+    values = pa.array([b"\x0a" + bytes([len(encoded)]) + encoded], pa.binary())
+    rows, _ = decode_values(reading.decode, values, pa.struct(list(reading.schema)))
+    assert rows.to_pylist() == [{"at": first_of_3000}]
 
 
 def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, namespace: str) -> None:
