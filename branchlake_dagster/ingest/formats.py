@@ -16,8 +16,10 @@ import pyarrow as pa
 from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+from pyspark.sql.types import DataType, StructType
 
 from branchlake_dagster.ingest.decoder_results import check_decoded, failure_reason
+from branchlake_dagster.ingest.nested_casts import cast_nested, lost_part
 from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
     RecordColumn,
@@ -496,16 +498,32 @@ def convert_struct_rows(
     source_column = f"{row_column}_held"
     frame = frame.withColumn(source_column, source)
     value = F.col(source_column)
+    # Only casts of structs, lists and maps need the types of the source. Spark plans the frame to know them.
+    nested_names = {name for one in columns if one.kind.startswith(_NESTED_TYPES) for name in one.fields}
+    types = _field_types(frame, source_column) if available_names & nested_names else {}
 
     def cast_field(name: str, kind: str) -> Expression:
-        return _try_cast(value.getField(name), kind) if name in available_names else F.lit(None).cast(kind)
+        if name not in available_names:
+            return F.lit(None).cast(kind)
+        if kind.startswith(_NESTED_TYPES):
+            return cast_nested(value.getField(name), types[name], kind, _try_cast)
+        return _try_cast(value.getField(name), kind)
+
+    def is_lost(column: RecordColumn) -> Expression:
+        lost = (
+            _any_field_present(value, column, available_names)
+            & F.col(row_column).getField(column.name).isNull()
+        )
+        if not column.kind.startswith(_NESTED_TYPES):
+            return lost
+        names = [name for name in column.fields if name in available_names]
+        return any_of(
+            [lost, *(lost_part(value.getField(name), types[name], column.kind, _try_cast) for name in names)]
+        )
 
     frame = frame.withColumn(row_column, _build_struct(columns, cast_field))
     lost_values = [
-        (
-            _any_field_present(value, one, available_names) & F.col(row_column).getField(one.name).isNull(),
-            f"{one.name} is not a valid {one.kind}.",
-        )
+        (is_lost(one), f"{one.name} is not a valid {one.kind}.")
         for one in columns
         if available_names.intersection(one.fields)
     ]
@@ -513,8 +531,14 @@ def convert_struct_rows(
     return frame.withColumn(f"{row_column}{REASON_SUFFIX}", reason).drop(source_column)
 
 
+def _field_types(frame: DataFrame, column: str) -> dict[str, DataType]:
+    """Return the types of the fields of a struct column, by name."""
+    kind = frame.select(column).schema[0].dataType
+    return {field.name: field.dataType for field in kind.fields} if isinstance(kind, StructType) else {}
+
+
 def _try_cast(value: Expression, kind: str) -> Expression:
-    """Cast a value to a column's type; null if it does not fit.
+    """Cast a value to a column's type, not a struct, list or map; null if it does not fit.
 
     Null too are text such as "1e-99999999", which would take minutes to become a decimal, times without a
     date, and numbers with a fraction in columns of whole numbers. The checks cost nothing for values of other
@@ -530,10 +554,8 @@ def _try_cast(value: Expression, kind: str) -> Expression:
         text = value.cast("string")
         is_time = _is_date_text(text) if kind == "date" else ~text.rlike(_TIME_OF_DAY)
         return F.when((F.typeof(value) != "string") | is_time, fits)
-    if "decimal" not in kind:
+    if not kind.startswith("decimal"):
         return fits
-    if kind.startswith(_NESTED_TYPES):
-        return F.when(~_is_slow_decimal(F.to_json(F.struct(value.alias("v")))), fits)
     return F.when((F.typeof(value) != "string") | ~_has_too_many_digits(value.cast("string")), fits)
 
 

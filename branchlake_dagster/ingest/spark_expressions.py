@@ -314,6 +314,34 @@ def spark_type(kind: IcebergType, table: str) -> str:
 _TYPE_TOKEN = re.compile(r"`(?:[^`]|``)*`|\w+(?:\([\d, ]*\))?|[<>:,]")
 
 
+def split_outer_type(kind: str) -> tuple[str, list[tuple[str, str]]]:
+    """Split a type of `spark_type` at its outermost level: its name, and the name and type of each part.
+
+    The parts of a struct are its fields, that of a list is `element`, and those of a map are `key` and
+    `value`. Other types are returned whole, without parts.
+    """
+    tokens = _TYPE_TOKEN.findall(kind)
+    if tokens[1:2] != ["<"]:
+        return kind, []
+    groups: list[list[str]] = [[]]
+    depth = 0
+    for word in tokens[2:-1]:
+        depth += {"<": 1, ">": -1}.get(word, 0)
+        if word == "," and not depth:
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    if tokens[0] == "struct":
+        return "struct", [(_plain_name(name), "".join(rest)) for name, _, *rest in groups if rest]
+    names = ("element",) if tokens[0] == "array" else ("key", "value")
+    return tokens[0], [(name, "".join(group)) for name, group in zip(names, groups, strict=True)]
+
+
+def _plain_name(label: str) -> str:
+    """Return a name of a type in DDL without its quotes."""
+    return label[1:-1].replace("``", "`") if label.startswith("`") else label
+
+
 def split_nested_type(kind: str) -> tuple[str, list[tuple[tuple[str, ...], str]]]:
     """Split a type of `spark_type` into its values.
 
@@ -337,8 +365,7 @@ def _split_type(
     while tokens[position] != ">":
         if word == "struct":
             label = tokens[position]
-            name = label[1:-1].replace("``", "`") if label.startswith("`") else label
-            part, found, position = _split_type(tokens, position + 2, (*steps, f".{name}"))
+            part, found, position = _split_type(tokens, position + 2, (*steps, f".{_plain_name(label)}"))
             part = f"{label}: {part}"
         else:
             part, found, position = _split_type(tokens, position, (*steps, next(names)))

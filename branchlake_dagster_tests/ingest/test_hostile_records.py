@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -189,6 +191,66 @@ def test_avro_that_would_lose_a_part_in_its_column_is_a_dead_letter(
     assert [row["id"] for row in drive.rows(0, "id")] == [-5, 4]
     assert [letter["offset"] for letter in drive.dead()] == [1, 2, 3, 4, 5]
     assert {letter["error_kind"] for letter in drive.dead()} == {"conversion"}
+
+
+def test_values_inside_an_avro_column_are_cast_one_by_one(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Parts that do not fit became null, fields went to others by position, and a new field failed the batch."""
+    inner_fields = [
+        {"name": "b", "type": "long"},
+        {"name": "a", "type": "double"},
+        {"name": "new", "type": "int"},
+    ]
+    inner = {"type": "record", "name": "Inner", "fields": inner_fields}
+    fields = [
+        {"name": "id", "type": "long"},
+        {"name": "of", "type": ["null", inner]},
+        {"name": "times", "type": {"type": "array", "items": "string"}},
+        {"name": "by", "type": {"type": "map", "values": "string"}},
+        {"name": "other", "type": ["null", "string"]},
+    ]
+    columns = {
+        "id": "bigint",
+        "of": "struct<a: int, b: int, c: string>",
+        "times": "array<timestamp>",
+        "by": "map<string,decimal(5,2)>",
+        "other": "struct<a: int>",
+    }
+    schema = {"type": "record", "name": "Order", "fields": fields}
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns=columns)
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], format=Avro(json.dumps(schema))))
+
+    def text(value: str) -> bytes:
+        return _avro_long(len(value)) + value.encode()
+
+    def encode(number: int, *, b: int = 7, a: float = 8.0, at: str = "", by: str = "") -> bytes:
+        of = _avro_long(1) + _avro_long(b) + struct.pack("<d", a) + _avro_long(9)
+        times = _avro_long(1) + text(at) if at else b""
+        prices = _avro_long(1) + text("k") + text(by) if by else b""
+        return _avro_long(number) + of + times + b"\x00" + prices + b"\x00\x00"
+
+    without = _avro_long(6) + b"\x00" * 4
+    bad = [
+        encode(1, b=3_000_000_000),
+        encode(2, a=8.5),
+        encode(3, at="03:04:05"),
+        encode(4, by="1e-99999999"),
+        without[:-1] + _avro_long(1) + text("not a struct"),
+    ]
+    kafka.send(topic, [encode(0), *bad, encode(5, at="2026-01-02T03:04:05Z", by="9.90"), without])
+    drive.batch()
+    of = {"a": 8, "b": 7, "c": None}
+    at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert [(row["id"], row["of"], row["times"], row["by"]) for row in drive.rows(0, "id")] == [
+        (0, of, [], []),
+        (5, of, [at], [("k", Decimal("9.90"))]),
+        (6, None, [], []),
+    ]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
+        (offset, "conversion") for offset in range(1, 6)
+    ]
 
 
 def _avro_long(number: int) -> bytes:
