@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
 
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, PythonException
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
@@ -481,10 +481,13 @@ _DELETED_RANGE = re.compile(r"in offset (\[\d+, \d+\)) for topic partition (\S+)
 def translate_spark_errors(cluster: KafkaCluster) -> Iterator[None]:
     """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted if Spark fails to read Kafka in the block.
 
-    Other failures of Spark pass through.
+    Other failures of Spark pass through. So do those of Python code on Spark's workers, which does not read
+    Kafka: the text of such an error may contain a record, and so whatever its producer has written.
     """
     try:
         yield
+    except PythonException:
+        raise
     except PySparkException as error:
         if _DATA_LOSS in str(error):
             raise _records_deleted_error(cluster, str(error)) from error

@@ -102,6 +102,11 @@ _SERVER_SIDE_KEYS = ("spark.sql.extensions",)
 _CATALOG = "spark.sql.catalog."
 _NESSIE_AUTHENTICATION = f"{_CATALOG}nessie.authentication"
 _NESSIE_TOKEN = f"{_NESSIE_AUTHENTICATION}.token"
+_WORKER_ERRORS = (
+    "org.apache.spark.api.python.PythonException",
+    "An exception was thrown from the Python worker",
+)
+"""Texts of Spark's errors for Python code on its workers."""
 _REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
 _EMBEDDED_TIMEOUT_S = 60.0
 """Seconds to wait for an embedded server that does not answer. It may only be short of processor time."""
@@ -168,6 +173,13 @@ def translate_refusals() -> Iterator[None]:
 
 
 def _find_refusal(message: str) -> NessieUnauthorized | None:
+    """Return the error for a text of Spark that names a refusal by Nessie; None for other texts.
+
+    Python code on Spark's workers has no Nessie client. The text of its errors may contain data, and so the
+    name of any exception.
+    """
+    if any(marker in message for marker in _WORKER_ERRORS):
+        return None
     exception_name = next((name for name in _REFUSALS if name in message), None)
     return (
         NessieUnauthorized(f"Nessie refused a request of Spark ({exception_name}).", hint=TOKEN_HINT)

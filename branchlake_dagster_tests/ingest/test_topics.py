@@ -17,13 +17,17 @@ import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
+from pyspark.errors import PythonException, SparkRuntimeException
 
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
+from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused, KafkaUnavailable, RecordsDeleted
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
-from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_errors
 from branchlake_dagster.ingest.offsets import TopicPartition
 from branchlake_dagster.ingest.topic_source import LandingTopics
+from branchlake_dagster.nessie.errors import NessieUnauthorized
+from branchlake_dagster.spark.session import translate_refusals
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
@@ -53,7 +57,7 @@ COLLECTED_BY_ITS_OWN_THREAD = """
 import gc, threading
 from confluent_kafka import TopicCollection
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
-from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_errors
 
 gc.disable()
 topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
@@ -70,6 +74,33 @@ future.add_done_callback(collect)
 del topics
 assert collected.wait(30)
 """
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("org.apache.kafka.common.errors.TimeoutException: no answer", KafkaUnavailable),
+        ("org.apache.kafka.common.errors.TopicAuthorizationException: no", KafkaRefused),
+        ("KafkaIllegalStateException: [KAFKA_DATA_LOSS]", RecordsDeleted),
+    ],
+)
+def test_the_text_of_a_record_is_no_failure_of_kafka(text: str, error: type[BranchlakeError]) -> None:
+    """A record whose text was in the error of a worker was taken for a broker that does not answer."""
+    cluster = KafkaCluster("127.0.0.1:1")
+    with raising(error), translate_spark_errors(cluster):
+        raise SparkRuntimeException(f"Job aborted. Caused by: {text}", {})
+    worker_error = PythonException(f"An exception was thrown from the Python worker.\nValueError: {text}", {})
+    with pytest.raises(PythonException), translate_spark_errors(cluster):
+        raise worker_error
+
+
+@pytest.mark.parametrize(
+    ("prefix", "error"),
+    [("", NessieUnauthorized), ("org.apache.spark.api.python.PythonException: ValueError: ", ValueError)],
+)
+def test_the_text_of_a_record_is_no_refusal_by_nessie(prefix: str, error: type[Exception]) -> None:
+    with pytest.raises(error), translate_refusals():
+        raise ValueError(f"Job aborted. {prefix}NessieForbiddenException")
 
 
 def test_a_client_may_be_garbage_on_its_own_thread() -> None:
