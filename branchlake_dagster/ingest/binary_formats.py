@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,10 +27,16 @@ from branchlake_dagster.ingest.formats import (
     convert_struct_rows,
     row_in_envelope,
 )
+from branchlake_dagster.ingest.nested_casts import cast_nested, format_type, lost_part
 from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason
 
 _TIMEOUT_S = 10.0
 _MAGIC = b"\x00"
+_TYPE_KEYS = ("type", "fields", "items", "values")
+"""The keys of an Avro schema under which types are nested."""
+_LONG_DIGITS = 18
+"""The longest precision of decimals that Spark stores in 64 bits."""
+_MAX_DECIMAL_DIGITS, _MAX_DECIMAL_BYTES = 38, 16
 
 
 @dataclass(frozen=True)
@@ -246,11 +253,14 @@ def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: st
     """Add a column with the decoded record, null if the value is not valid Avro.
 
     Spark decodes an invalid value to a record of nulls, so such a record counts as invalid unless the value
-    is the encoding of nulls.
+    is the encoding of nulls. A value is invalid too if a decimal has more digits than its precision allows.
     """
     raw_column, read_column = f"{name}_raw", f"{name}_read"
     frame = frame.withColumn(raw_column, value)
-    frame = frame.withColumn(read_column, from_avro(F.col(raw_column), schema, {"mode": "PERMISSIVE"}))
+    checked_schema = with_long_decimals(schema)
+    record = from_avro(F.col(raw_column), schema, {"mode": "PERMISSIVE"})
+    checked = from_avro(F.col(raw_column), checked_schema, {"mode": "PERMISSIVE"})
+    frame = frame.withColumn(read_column, checked)
     avro_fields = json.loads(schema)["fields"]
     required_names = [one["name"] for one in avro_fields if not _accepts_null(one["type"])]
     if required_names:
@@ -261,7 +271,45 @@ def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: st
         )
         has_value = [F.col(read_column).getField(one["name"]).isNotNull() for one in avro_fields]
         fits = reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
-    return frame.withColumn(name, F.when(fits, F.col(read_column))).drop(raw_column, read_column)
+    result = F.col(read_column)
+    if checked_schema != schema:
+        source, target = (one.dataType for one in frame.select(checked, record).schema)
+        kind = format_type(target)
+        fits = fits & ~lost_part(result, source, kind, _shorten_decimal)
+        result = cast_nested(result, source, kind, _shorten_decimal)
+    return frame.withColumn(name, F.when(fits, result)).drop(raw_column, read_column)
+
+
+def _shorten_decimal(value: Expression, kind: str) -> Expression:
+    return value.try_cast(kind)
+
+
+def with_long_decimals(schema: str) -> str:
+    """Return an Avro schema with a longer precision for decimals that Spark would read as 64 bits.
+
+    Spark ignores the other bits of such a decimal: a value of nine bytes became another number without an
+    error. Values have the same encoding in both schemas. Returns the schema unchanged without such decimals.
+    """
+    parsed_schema = json.loads(schema)
+    long_schema = _with_long_decimals(parsed_schema)
+    return schema if long_schema == parsed_schema else json.dumps(long_schema)
+
+
+def _with_long_decimals(avro_type: Any) -> Any:
+    if isinstance(avro_type, list):
+        return [_with_long_decimals(one) for one in avro_type]
+    if not isinstance(avro_type, dict):
+        return avro_type
+    precision = avro_type.get("precision")
+    if avro_type.get("logicalType") != "decimal" or not isinstance(precision, int):
+        return {
+            key: _with_long_decimals(part) if key in _TYPE_KEYS else part for key, part in avro_type.items()
+        }
+    # The precision of a fixed value is limited by its size. Up to eight bytes fit Spark's 64 bits.
+    size = avro_type.get("size", _MAX_DECIMAL_BYTES)
+    max_digits = min(_MAX_DECIMAL_DIGITS, int((8 * size - 1) * math.log10(2)))
+    is_short = precision <= _LONG_DIGITS and max_digits > _LONG_DIGITS
+    return {**avro_type, "precision": max_digits} if is_short else avro_type
 
 
 def _accepts_null(avro_type: Any) -> bool:

@@ -13,6 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from branchlake_dagster.ingest.spark_expressions import any_of, split_outer_type
+from branchlake_dagster.spark.session import quote_spark_name
 
 CastValue = Callable[[Expression, str], Expression]
 """Casts a value that is not a struct, list or map to a type; null if it does not fit."""
@@ -42,9 +43,11 @@ def cast_nested(value: Expression, source: DataType, kind: str, cast_value: Cast
         return _cast_each(value, source.elementType, parts[0][1], cast_value)
     if outer == "map" and isinstance(source, MapType):
         (_, key), (_, item) = parts
-        items = _cast_each(F.map_values(value), source.valueType, item, cast_value)
         if is_same_type(source.keyType, key):
-            return F.map_from_arrays(F.map_keys(value), items)
+            return F.transform_values(
+                value, lambda _, one: cast_nested(one, source.valueType, item, cast_value)
+            )
+        items = _cast_each(F.map_values(value), source.valueType, item, cast_value)
         keys = _cast_each(F.map_keys(value), source.keyType, key, cast_value)
         # Spark fails for a map with a null key, or with a key twice.
         are_keys = ~F.exists(keys, lambda one: one.isNull()) & (
@@ -93,6 +96,18 @@ def is_same_type(source: DataType, kind: str) -> bool:
         and [name for name, _ in children] == [name for name, _ in parts]
         and all(is_same_type(child, part) for (_, child), (_, part) in zip(children, parts, strict=True))
     )
+
+
+def format_type(kind: DataType) -> str:
+    """Return a Spark type as the type of a column, as `spark_type` writes it."""
+    if isinstance(kind, StructType):
+        fields = (f"{quote_spark_name(field.name)}: {format_type(field.dataType)}" for field in kind.fields)
+        return f"struct<{', '.join(fields)}>"
+    if isinstance(kind, ArrayType):
+        return f"array<{format_type(kind.elementType)}>"
+    if isinstance(kind, MapType):
+        return f"map<{format_type(kind.keyType)},{format_type(kind.valueType)}>"
+    return kind.simpleString()
 
 
 def _cast_each(values: Expression, source: DataType, kind: str, cast_value: CastValue) -> Expression:

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
+from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf, with_long_decimals
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.formats import Decoded, decode_values
@@ -301,6 +301,24 @@ def test_a_protobuf_time_keeps_its_year() -> None:
     values = pa.array([b"\x0a" + bytes([len(encoded)]) + encoded], pa.binary())
     rows, _ = decode_values(reading.decode, values, pa.struct(list(reading.schema)))
     assert rows.to_pylist() == [{"at": first_of_3000}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ({"type": "bytes", "logicalType": "decimal", "precision": 10}, 38),
+        ({"type": "bytes", "logicalType": "decimal", "precision": 19}, 19),
+        ({"type": "fixed", "name": "f", "size": 9, "logicalType": "decimal", "precision": 4}, 21),
+        ({"type": "fixed", "name": "f", "size": 8, "logicalType": "decimal", "precision": 4}, 4),
+        ({"type": "bytes", "logicalType": "decimal"}, None),
+    ],
+)
+def test_decimals_are_read_with_all_their_bytes(kind: dict[str, Any], precision: int | None) -> None:
+    """Where Spark reads 64 bits of a decimal, a value of nine bytes became another number."""
+    schema = {"type": "record", "name": "R", "fields": [{"name": "d", "type": ["null", kind]}]}
+    long_schema = json.loads(with_long_decimals(json.dumps(schema)))
+    _, long_kind = long_schema["fields"][0]["type"]
+    assert long_kind == (kind if precision is None else {**kind, "precision": precision})
 
 
 def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, namespace: str) -> None:

@@ -253,6 +253,40 @@ def test_values_inside_an_avro_column_are_cast_one_by_one(
     ]
 
 
+def test_avro_decimals_with_too_many_digits_are_dead_letters(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Spark took the last 64 bits of such a decimal, so 184467440737095516.21 became 0.05."""
+    short = {"type": "bytes", "logicalType": "decimal", "precision": 10, "scale": 2}
+    fixed = {"type": "fixed", "name": "F", "size": 9, "logicalType": "decimal", "precision": 18, "scale": 0}
+    inner = {"type": "record", "name": "Inner", "fields": [{"name": "a", "type": fixed}]}
+    fields = [
+        {"name": "price", "type": ["null", short]},
+        {"name": "of", "type": {"type": "array", "items": inner}},
+    ]
+    schema = {"type": "record", "name": "Order", "fields": fields}
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], attributes={"at_offset": "offset"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], format=Avro(json.dumps(schema))))
+
+    def encode(price: int | None, count: int = 1) -> bytes:
+        digits = b"" if price is None else price.to_bytes(9, "big", signed=True)
+        text = _avro_long(0) if price is None else _avro_long(1) + _avro_long(9) + digits
+        return text + _avro_long(1) + count.to_bytes(9, "big", signed=True) + _avro_long(0)
+
+    too_long = (1 << 64) + 5
+    kafka.send(topic, [encode(5), encode(too_long), encode(-5, too_long), encode(10**10), encode(None, -7)])
+    drive.batch()
+    assert str(drive.table().schema().find_type("price")) == "decimal(10, 2)"
+    assert [(row["at_offset"], row["price"], row["of"]) for row in drive.rows(0, "at_offset")] == [
+        (0, Decimal("0.05"), [{"a": Decimal(1)}]),
+        (4, None, [{"a": Decimal(-7)}]),
+    ]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
+        (offset, "format") for offset in (1, 2, 3)
+    ]
+
+
 def _avro_long(number: int) -> bytes:
     rest, encoded = (number << 1) ^ (number >> 63), b""
     while rest > 127:
