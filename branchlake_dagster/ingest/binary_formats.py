@@ -73,7 +73,8 @@ class Avro:
         """
         source, names = _select_row(F.col("__avro"), self.schema, is_deletion)
         unread = F.col("__avro").isNull(), build_reason("format", "The value is not Avro of the schema.")
-        return convert_struct_rows(frame, row_column, source, names, columns, [unread])
+        schema_text = _row_schema_text(self.schema, is_deletion)
+        return convert_struct_rows(frame, row_column, source, names, columns, [unread], schema_text)
 
     def field_text(self, field: str) -> Expression:
         """Return a field as text; null if the schema does not have it. Dots separate the names of a path."""
@@ -144,7 +145,7 @@ class RegistryAvro:
         # Loaded once for each batch, which uses one object made by `with_empty_cache`.
         schemas: Mapping[int, str] | None = self.__dict__.get("_schemas")
         if schemas is None:
-            schemas = self.load_schemas()
+            schemas = _with_fields(self.load_schemas())
             object.__setattr__(self, "_schemas", schemas)
         return schemas
 
@@ -171,7 +172,10 @@ class RegistryAvro:
                 F.col(f"__avro_{schema_id}").isNull(),
                 build_reason("format", "The value is not Avro of its schema."),
             )
-            frame = convert_struct_rows(frame, f"{row_column}_{schema_id}", source, names, columns, [unread])
+            schema_text = _row_schema_text(schema, is_deletion)
+            frame = convert_struct_rows(
+                frame, f"{row_column}_{schema_id}", source, names, columns, [unread], schema_text
+            )
         schema_conditions = [(F.col("__schema") == one, one) for one in schemas]
         null_row = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
         rows = build_case(
@@ -221,6 +225,25 @@ class RegistryAvro:
     def value_struct(self) -> Expression:
         """Return the decoded record, for records of the newest schema; null for all others."""
         return F.col(f"__avro_{max(self._schemas_by_id())}")
+
+
+def _with_fields(schemas: Mapping[int, str]) -> Mapping[int, str]:
+    """Return the schemas, by their ids, that are Avro records. Raises ConfigurationError if none is.
+
+    A subject may have versions of other kinds. Their records become dead letters of kind `schema`.
+    """
+    records: dict[int, str] = {}
+    refusal: ConfigurationError | None = None
+    for schema_id, schema in schemas.items():
+        try:
+            avro_field_names(schema)
+        except ConfigurationError as error:
+            refusal = error
+        else:
+            records[schema_id] = schema
+    if refusal is not None and not records:
+        raise refusal
+    return records
 
 
 def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
@@ -322,6 +345,11 @@ def _select_row(
     if is_deletion is None:
         return source, avro_field_names(schema)
     return row_in_envelope(source, is_deletion), avro_field_names(schema, "after")
+
+
+def _row_schema_text(schema: str, is_deletion: Expression | None) -> str:
+    """Return a text that is equal for rows of the same type: of a schema, or in the envelope of a schema."""
+    return schema if is_deletion is None else f"envelope {schema}"
 
 
 def _field_text(source: Expression, schema: str, field: str) -> Expression:

@@ -488,26 +488,24 @@ def convert_struct_rows(
     field_names: Iterable[str],
     columns: Sequence[RecordColumn],
     reasons: Sequence[tuple[Expression, Expression]],
+    schema_text: str,
 ) -> DataFrame:
     """Convert structs with the fields `field_names` by Spark's casts, as `Format.convert_rows` requires.
 
     `source` is the expression of the structs. `reasons` are pairs of a condition under which a record has
-    no row, and the reason. They precede the reasons of failed casts.
+    no row, and the reason. They precede the reasons of failed casts. Structs with the same `schema_text` have
+    the same type.
     """
     available_names = set(field_names)
     source_column = f"{row_column}_held"
     frame = frame.withColumn(source_column, source)
     value = F.col(source_column)
-    # Only casts of structs, lists and maps need the types of the source. Spark plans the frame to know them.
-    nested_names = {name for one in columns if one.kind.startswith(_NESTED_TYPES) for name in one.fields}
-    types = _field_types(frame, source_column) if available_names & nested_names else {}
+    types = _field_types(frame, source_column, schema_text)
 
     def cast_field(name: str, kind: str) -> Expression:
         if name not in available_names:
             return F.lit(None).cast(kind)
-        if kind.startswith(_NESTED_TYPES):
-            return cast_nested(value.getField(name), types[name], kind, _try_cast)
-        return _try_cast(value.getField(name), kind)
+        return cast_nested(value.getField(name), types[name], kind, _try_cast)
 
     def is_lost(column: RecordColumn) -> Expression:
         lost = (
@@ -531,10 +529,20 @@ def convert_struct_rows(
     return frame.withColumn(f"{row_column}{REASON_SUFFIX}", reason).drop(source_column)
 
 
-def _field_types(frame: DataFrame, column: str) -> dict[str, DataType]:
-    """Return the types of the fields of a struct column, by name."""
-    kind = frame.select(column).schema[0].dataType
-    return {field.name: field.dataType for field in kind.fields} if isinstance(kind, StructType) else {}
+_field_types_by_schema: dict[str, dict[str, DataType]] = {}
+
+
+def _field_types(frame: DataFrame, column: str, schema_text: str) -> dict[str, DataType]:
+    """Return the types of the fields of a struct column, by name.
+
+    Costs a request to Spark for the first frame with structs of this schema.
+    """
+    types = _field_types_by_schema.get(schema_text)
+    if types is None:
+        kind = frame.select(column).schema[0].dataType
+        assert isinstance(kind, StructType)  # noqa: S101 - rows are structs
+        types = _field_types_by_schema[schema_text] = {one.name: one.dataType for one in kind.fields}
+    return types
 
 
 def _try_cast(value: Expression, kind: str) -> Expression:
@@ -627,6 +635,7 @@ class Decoded:
             names,
             columns,
             [(undecoded, build_reason("format", F.col("__undecoded")))],
+            f"{self.schema.field('after').type if is_deletion is not None else self.schema}",
         )
 
     def field_text(self, field: str) -> Expression:

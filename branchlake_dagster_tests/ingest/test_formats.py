@@ -145,6 +145,17 @@ def test_avro_plain_and_with_a_registry(driving: Driving, kafka: Broker, namespa
             (8, "format"),
             (9, "route"),
         ]
+        # Versions that no record of the table can have: their records alone are dead letters.
+        inner = {"type": "record", "name": "Inner", "fields": FIRST["fields"]}
+        versions[3] = (10, {"type": "record", "name": "Order", "fields": [{"name": "id", "type": inner}]})
+        versions[4] = (11, "string")
+        kafka.send(framed, [_framed(10, _order(1)), _framed(11, _long(0)), _framed(7, _order(4, "a"))])
+        drive.batch()
+        assert [row["id"] for row in drive.rows(0, "at")] == [1, 2, 3, 4]
+        assert [(row["offset"], row["error_kind"]) for row in drive.dead()[7:]] == [
+            (10, "route"),
+            (11, "schema"),
+        ]
         status.append(503)
         kafka.send(framed, [_framed(7, _order(9, "a"))])
         with raising(KafkaUnavailable, 503, reason="registry_status"):
