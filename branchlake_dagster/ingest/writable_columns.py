@@ -387,8 +387,9 @@ _UUID = "[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-f
 def column_bounds(target: Target) -> ColumnBounds:
     """Return the rules for the values of a table that Spark's column types do not check.
 
-    These are ranges of dates and times, the form of UUIDs, lengths of fixed columns, and numbers that are
-    partition values. Values inside structs, lists and maps have the same rules. The result is hashable.
+    These are ranges of dates and times, the form of UUIDs, lengths of fixed columns, numbers that are
+    partition values, and values inside columns that must not be null. Values inside structs, lists and maps
+    have the same rules. The result is hashable.
     """
     schema, spec = target.table.schema(), target.table.spec()
     identity_sources = {
@@ -402,6 +403,8 @@ def column_bounds(target: Target) -> ColumnBounds:
             bounds.append((path, "number"))
         elif type(kind) in _BOUND_TYPES:
             bounds.append((path, _BOUND_TYPES[type(kind)]))
+    for column in target.columns:
+        bounds += _iter_required_parts((column.name,), schema.find_field(column.name).field_type)
     attributes = target.declaration.attributes if target.declaration else {}
     key_columns = [
         column
@@ -432,6 +435,27 @@ def _iter_nested_values(
         yield from _iter_nested_values((*path, "value"), kind.value_type, kind.value_id)
     else:
         yield path, kind, field_id
+
+
+def _iter_required_parts(path: ValuePath, kind: IcebergType) -> Iterator[tuple[ValuePath, str]]:
+    """Iterate over the rules for parts of a value that must not be null: the path of the value, and the rule.
+
+    Whether the value itself may be null is not a rule here.
+    """
+    if isinstance(kind, IcebergStruct):
+        for field in kind.fields:
+            if field.required:
+                yield path, f"field:{field.name}"
+            yield from _iter_required_parts((*path, f".{field.name}"), field.field_type)
+    elif isinstance(kind, IcebergList):
+        if kind.element_required:
+            yield path, "elements"
+        yield from _iter_required_parts((*path, "element"), kind.element_type)
+    elif isinstance(kind, IcebergMap):
+        if kind.value_required:
+            yield path, "values"
+        yield from _iter_required_parts((*path, "key"), kind.key_type)
+        yield from _iter_required_parts((*path, "value"), kind.value_type)
 
 
 def _kind_of(schema: Schema, column: str) -> IcebergType | None:
@@ -485,6 +509,9 @@ _RULES: Mapping[str, _Rule] = {
     "uuid": lambda value, _: ~matches_whole(value, _UUID),
     "fixed": lambda value, width: F.octet_length(value) != int(width),
     "number": lambda value, _: F.isnan(value),
+    "field": lambda value, name: value.getField(name).isNull(),
+    "elements": lambda value, _: F.exists(value, lambda element: element.isNull()),
+    "values": lambda value, _: F.exists(F.map_values(value), lambda item: item.isNull()),
 }
 _RULE_WORDS: Mapping[str, str] = {
     "date": "date",
@@ -494,6 +521,9 @@ _RULE_WORDS: Mapping[str, str] = {
     "uuid": "uuid",
     "fixed": "fixed[{}]",
     "number": "number, but its table is partitioned by it",
+    "field": "struct: its field {} is null",
+    "elements": "list: an element is null",
+    "values": "map: a value is null",
 }
 
 

@@ -10,9 +10,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from pyiceberg.schema import Schema
+from pyiceberg.types import ListType, LongType, MapType, NestedField, StringType, StructType
 
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.ingest.binary_formats import Avro
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
@@ -284,6 +288,41 @@ def test_avro_decimals_with_too_many_digits_are_dead_letters(
     ]
     assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
         (offset, "format") for offset in (1, 2, 3)
+    ]
+
+
+def test_a_null_inside_a_column_that_needs_a_value_is_a_dead_letter(
+    driving: Driving, kafka: Broker, lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Each such record divided its batch, and its reason said nothing."""
+    part = StructType(NestedField(10, "a", LongType(), required=True), NestedField(11, "b", LongType()))
+    schema = Schema(
+        NestedField(1, "id", LongType()),
+        NestedField(2, "of", part),
+        NestedField(3, "list", ListType(12, LongType(), element_required=True)),
+        NestedField(4, "map", MapType(13, StringType(), 14, part, value_required=True)),
+    )
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"])
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    lakehouse.catalog("main", properties={NAMESPACE_CREATE: "true"}).create_table((namespace, "t"), schema)
+    good, bad = {"a": 1, "b": None}, {"a": None, "b": 1}
+    kafka.send(
+        topic,
+        [
+            _json(id=0, of=good),
+            _json(id=1, of=bad),
+            _json(id=2, of=good, list=[1], map={"k": good}),
+            _json(id=3, list=[1, None]),
+            _json(id=4, map={"k": None}),
+            _json(id=5, map={"k": bad}),
+            _json(id=6, of={"b": 2}),
+        ],
+    )
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [0, 2]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
+        (offset, "conversion") for offset in (1, 3, 4, 5, 6)
     ]
 
 
