@@ -34,6 +34,8 @@ _OTHER_ERRORS = (OSError, MemoryError, CommitFailedException, CommitStateUnknown
 _CAUSE = re.compile(
     r"^\s*(?:Caused by: )?((?:[A-Za-z_][\w$]*\.)*[A-Za-z_]\w*(?:Error|Exception)\b.*)$", re.MULTILINE
 )
+_PYTHON_CAUSE = re.compile(r"^ {2,}\S.*\n([A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+"""The last line of a Python traceback. Some exceptions have other names, such as `ArrowInvalid`."""
 _MAX_LENGTH = 500
 _SHOWN = 3
 
@@ -54,7 +56,9 @@ def error_reason(error: Exception) -> str:
 
     Credentials are removed. The result has one line of at most 500 characters.
     """
-    causes = _CAUSE.findall(str(error))
+    text = str(error)
+    python_causes = _PYTHON_CAUSE.findall(text) if "Traceback" in text else []
+    causes = python_causes or _CAUSE.findall(text)
     reason = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return without_credentials(reason.strip())[:_MAX_LENGTH]
 

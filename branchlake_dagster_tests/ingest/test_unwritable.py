@@ -202,5 +202,11 @@ def test_a_reason_is_the_innermost_cause() -> None:
     assert error_reason(PySparkException(java)) == "java.lang.ArithmeticException: long overflow"
     python = 'Traceback\n  File "x.py", line 1, in f\nValueError: Can not validate empty avro name\n'
     assert error_reason(PySparkException(python)) == "ValueError: Can not validate empty avro name"
+    head = "PythonException: \n  An exception was thrown from the Python worker.\nTraceback (most recent call last):\n"
+    arrow = (
+        head
+        + '  File "a.pxi", line 1, in f\n    x()\n    ^^^\npyarrow.lib.ArrowInvalid: has nulls\n\nJVM stacktrace:\n\tat a.B(C.scala:1)'
+    )
+    assert error_reason(PySparkException(arrow)) == "pyarrow.lib.ArrowInvalid: has nulls"
     assert error_reason(KeyError("x" * 2_000)).startswith("KeyError: 'xx")
     assert len(error_reason(KeyError("x" * 2_000))) == 500
