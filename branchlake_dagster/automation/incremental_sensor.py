@@ -73,7 +73,7 @@ def incremental_sensor(
     max_runs: int = 25,
     retries: int = 0,
     retry_delay_seconds: float = 60.0,
-    minimum_interval_seconds: int = 5,
+    minimum_interval_seconds: int = 3,
     with_downstream: bool = False,
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
     lakehouse_key: str = "lakehouse",
@@ -107,8 +107,8 @@ def incremental_sensor(
             (default: 0)
         retry_delay_seconds (float): Seconds from the end of a failed run to its first retry. Each later retry
             waits twice as long as the one before it, up to a day. (default: 60)
-        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s.
-            (default: 5)
+        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s,
+            and would skip every second time with an interval of 5. (default: 3, a tick every 5 s)
         with_downstream (bool): Whether the run of an asset also computes the assets of `target` that consume
             its changes and have the same partitions. So one run and one publication bring a chain of assets
             up to date. Only one such run of a chain exists at a time: an asset that consumes changes on the

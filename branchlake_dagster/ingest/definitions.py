@@ -93,14 +93,14 @@ def live_sensor(
     ingest: Ingest,
     *,
     lakehouse_key: str = "lakehouse",
-    interval_s: int = 5,
+    interval_s: int = 3,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
     """Build a sensor that starts a live run whenever no run of the ingestion is active.
 
     If runs fail one after the other, the sensor waits longer after each. Each minute it also reports the
-    state of the topics on their assets. `interval_s` is the number of seconds between two ticks. `clock`
-    returns the time in seconds since 1970.
+    state of the topics on their assets. `interval_s` is the least number of seconds between two ticks.
+    `clock` returns the time in seconds since 1970.
     """
     job_name = f"ingest_{ingest.name}_live"
 

@@ -224,7 +224,7 @@ def build_batch_sensor(
     least_records: int = 10_000,
     most_age_s: float = 60.0,
     quiet_s: float | None = None,
-    interval_s: int = 5,
+    interval_s: int = 3,
     running: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
@@ -233,7 +233,7 @@ def build_batch_sensor(
     It starts a run when `least_records` records wait, when some have waited for `most_age_s` seconds, or when
     some wait and none has arrived for `quiet_s` seconds (None: never for this reason). It waits longer while
     runs keep failing. Every minute it reports observations of the topics on their assets, also while a run is
-    active. `interval_s` is the number of seconds between two ticks. With `running` the sensor is on by
+    active. `interval_s` is the least number of seconds between two ticks. With `running` the sensor is on by
     default. `clock` returns the time in seconds since 1970.
     """
     quiet_clause = "" if quiet_s is None else f", or when none has arrived for {quiet_s:g} s"
