@@ -318,7 +318,8 @@ class _SensorTick:
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
         chain = self.chains.get(asset.key, {asset.key})
-        policy = self._policy.with_inputs(idle=not self._in_flight.writes_any(asset.consumer.inputs))
+        is_idle = not self._in_flight.computes_any(asset.consumer.inputs)
+        policy = self._policy.while_inputs_are(idle=is_idle)
         if not policy.is_reached(unconsumed, self._now) or any(map(self._in_flight.has_whole_run, chain)):
             return
         busy_partitions = {key for one in chain for key in self._in_flight.single_partitions(one)}

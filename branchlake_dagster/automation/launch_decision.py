@@ -75,7 +75,7 @@ class LaunchPolicy:
     """The sizes at which a change is launched, and the number and delay of retries.
 
     A change is worth a run if it has at least `min_rows` rows and `min_files` files, or if it is `max_age_s`
-    seconds old. With `when_inputs_idle`, each change is worth a run while no run writes an input.
+    seconds old. With `when_inputs_idle`, each change is worth a run while no run computes an input.
 
     `retries` is the number of further runs for one state of the inputs. The first retry comes `retry_delay_s`
     seconds after the failed run ended. The delay doubles with each retry, up to a day. Raises
@@ -97,8 +97,8 @@ class LaunchPolicy:
                 hint="Omit retries to launch each change once.",
             )
 
-    def with_inputs(self, *, idle: bool) -> LaunchPolicy:
-        """Return the policy that applies while the inputs are `idle`, which means that no run writes them."""
+    def while_inputs_are(self, *, idle: bool) -> LaunchPolicy:
+        """Return the policy that applies while no run computes an input (`idle`), or while a run does."""
         return replace(self, min_rows=1, min_files=1) if self.when_inputs_idle and idle else self
 
     def is_reached(self, unconsumed: Unconsumed, now: datetime) -> bool:
@@ -184,7 +184,7 @@ class LaunchDecision:
         cause = f" ({self.reason})" if self.reason else ""
         if self.state is LaunchState.WAITS_FOR_MORE:
             files = f" and min_files={policy.min_files}" if policy.min_files > 1 else ""
-            idle = ", or for the end of the runs that write its inputs" if policy.when_inputs_idle else ""
+            idle = ", or for the end of the runs that compute its inputs" if policy.when_inputs_idle else ""
             return f"waits for min_rows={policy.min_rows}{files}, or max_age_s={policy.max_age_s:g}{idle}"
         if self.state is LaunchState.BEING_COMPUTED:
             return f"is being computed by {run}"

@@ -307,8 +307,9 @@ def ingest_definitions(
         lakehouse_key (str): The resource key of the lake.
         least_records (int): Number of waiting records that starts a batch at once.
         most_age_s (float): Longest time that a record waits for a batch, in seconds.
-        quiet_s (float | None): A batch also starts when records wait and none has arrived for this time, in
-            seconds, as far as the ticks of the sensor show. None: not for this reason.
+        quiet_s (float | None): A batch also starts when records wait and their number has not changed for
+            this time, in seconds, from one tick of the sensor to another. The ticks are 5 s apart, so 5 s are
+            the shortest time. None: not for this reason.
         live_interval_s (float): Least time between two batches of a live run, in seconds.
         live_run_s (float): Time after which a live run ends and another one takes over, in seconds.
         receivers (Iterable[str]): Monitors of receivers (`http://host:9464`). Each gets an asset, so list it

@@ -197,12 +197,10 @@ class _Wait:
     @classmethod
     def continued(cls, stored_cursor: Mapping[str, float], count: int, now: float) -> Self:
         """Return the wait of `count` records after the wait that the last tick has stored in its cursor."""
-        is_unchanged = stored_cursor.get("waiting") == count
-        return cls(
-            count,
-            stored_cursor.get("since", now),
-            stored_cursor.get("unchanged_since", now) if is_unchanged else now,
-        )
+        # A clock that was set back must not make the records wait until it is as late as it was before.
+        since = min(now, stored_cursor.get("since", now))
+        unchanged_since = min(now, stored_cursor.get("unchanged_since", now))
+        return cls(count, since, unchanged_since if stored_cursor.get("waiting") == count else now)
 
     def to_cursor(self) -> dict[str, float]:
         """Return the values to store in the cursor, {} if no record waits."""
@@ -231,12 +229,12 @@ def build_batch_sensor(
     """Build the sensor that starts the job for each batch, one run at a time.
 
     It starts a run when `least_records` records wait, when some have waited for `most_age_s` seconds, or when
-    some wait and none has arrived for `quiet_s` seconds (None: never for this reason). It waits longer while
-    runs keep failing. Every minute it reports observations of the topics on their assets, also while a run is
-    active. `interval_s` is the least number of seconds between two ticks. With `running` the sensor is on by
-    default. `clock` returns the time in seconds since 1970.
+    some wait and their number has not changed for `quiet_s` seconds (None: never for this reason). It waits
+    longer while runs keep failing. Every minute it reports observations of the topics on their assets, also
+    while a run is active. `interval_s` is the least number of seconds between two ticks. With `running` the
+    sensor is on by default. `clock` returns the time in seconds since 1970.
     """
-    quiet_clause = "" if quiet_s is None else f", or when none has arrived for {quiet_s:g} s"
+    quiet_clause = "" if quiet_s is None else f", or when no further one arrives for {quiet_s:g} s"
 
     @dg.sensor(
         name=f"ingest_{ingest.name}_sensor",

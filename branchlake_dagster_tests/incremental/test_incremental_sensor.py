@@ -19,7 +19,7 @@ from branchlake_dagster.automation.backlog import ConsumerBacklog
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED, RunState
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -167,25 +167,54 @@ def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: s
         assert len(patient.tick()) == 1
 
 
-def test_a_small_change_waits_no_longer_than_the_runs_that_write_its_input(
+def test_a_small_change_waits_no_longer_than_the_runs_that_compute_its_input(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
         orders.append(p, ("a", 1))
         published(p, spent)
-        ticks = Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True)
+
+        def launches(**options: Any) -> int:
+            ticks = Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True, **options)
+            return len(ticks.tick())
+
         orders.append(p, ("b", 2))
+        assert launches() == 1
         orders.rows = [("c", 3)]
         pending = p.run(orders.key)
+        ticks = Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True)
         assert ticks.tick() == []
-        (told,) = ticks.told
-        (row,) = told.metadata[EventMetadata.UNCONSUMED_PARTITIONS].records
-        assert "runs that write its inputs" in str(row.data["launch"])
-        assert len(Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True, max_age_s=0.0).tick()) == 1
+        (observation,) = ticks.told
+        (row,) = observation.metadata[EventMetadata.UNCONSUMED_PARTITIONS].records
+        assert "runs that compute its inputs" in str(row.data["launch"])
+        assert launches(max_age_s=0.0) == 1
+        p.instance.add_run_tags(pending, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
+        assert launches() == 1
         p.settle(pending)
         assert len(ticks.tick()) == 1
         assert Ticks(p, target=[spent], min_rows=10).tick() == []
+
+
+def test_only_unfinished_runs_of_an_input_delay_a_small_change(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.append(p, ("a", 1))
+        published(p, spent)
+        orders.append(p, ("b", 2))
+        ticks = Ticks(p, target=[spent], min_rows=10, when_inputs_idle=True)
+        without_assets = p.definitions.resolve_job_def("reap_branches")
+        p.instance.create_run_for_job(without_assets, status=dg.DagsterRunStatus.STARTED)
+        assert len(ticks.tick()) == 1
+        job = p.definitions.resolve_implicit_global_asset_job_def()
+        of_input = p.instance.create_run_for_job(
+            job, asset_selection=frozenset({orders.key}), status=dg.DagsterRunStatus.STARTED
+        )
+        assert ticks.tick() == []
+        p.instance.report_run_canceled(of_input)
+        assert len(ticks.tick()) == 1
 
 
 def test_what_waits_for_its_verdict_is_not_launched_again(

@@ -120,11 +120,11 @@ def test_nothing_left_too_little_and_trouble_launch_nothing() -> None:
     assert state(Unconsumed(missing_input="No table.")) == LaunchState.WAITS_FOR_INPUT
     assert state(Unconsumed(whole=True), LaunchPolicy(min_rows=6)) == LaunchState.DUE
     eager = LaunchPolicy(min_rows=6, min_files=9, when_inputs_idle=True)
-    assert state(LEFT, eager.with_inputs(idle=False)) == LaunchState.WAITS_FOR_MORE
-    assert state(LEFT, eager.with_inputs(idle=True)) == LaunchState.DUE
-    assert state(Unconsumed(), eager.with_inputs(idle=True)) == LaunchState.NOTHING_LEFT
+    assert state(LEFT, eager.while_inputs_are(idle=False)) == LaunchState.WAITS_FOR_MORE
+    assert state(LEFT, eager.while_inputs_are(idle=True)) == LaunchState.DUE
+    assert state(Unconsumed(), eager.while_inputs_are(idle=True)) == LaunchState.NOTHING_LEFT
     patient = LaunchPolicy(min_rows=6)
-    assert patient.with_inputs(idle=True) == patient
+    assert patient.while_inputs_are(idle=True) == patient
 
 
 def test_a_partition_waits_for_the_one_before_it_unless_it_is_being_computed() -> None:

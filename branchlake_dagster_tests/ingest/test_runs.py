@@ -343,28 +343,31 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
 def test_the_sensor_starts_a_batch_when_no_further_record_arrives(project: Opened, kafka: Broker) -> None:
     topic = kafka.topic()
     p = project(two_tables(topic))
-    clock, cursor = [1_000.0], None
+    clock = [1_000.0]
+    cursor: str | None = None
     sensor = build_batch_sensor(
         p.ingest, f"ingest_{p.ingest.name}_job", most_age_s=60, quiet_s=3, clock=lambda: clock[0]
     )
 
-    def tick(after_s: float, cursor: str | None) -> Any:
-        clock[0] += after_s
+    def launches_after(seconds: float) -> int:
+        nonlocal cursor
+        clock[0] += seconds
         resources = {"lakehouse": LakehouseResource.from_settings(p.lake.settings)}
         with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
-            return sensor.evaluate_tick(context)
+            tick = sensor.evaluate_tick(context)
+        cursor = tick.cursor
+        return len(tick.run_requests or ())
 
     for number in range(3):
         kafka.send(topic, [record(number)])
-        told = tick(5, cursor)
-        cursor = told.cursor
-        assert not told.run_requests
-    told = tick(2, cursor)
-    assert not told.run_requests
-    told = tick(1, told.cursor)
-    assert len(told.run_requests) == 1
+        assert launches_after(5) == 0
+    assert launches_after(2) == 0
+    assert launches_after(1) == 1
     kafka.send(topic, [record(3)])
-    assert not tick(5, told.cursor).run_requests
+    assert launches_after(5) == 0
+    # The clock is set back by ten minutes.
+    assert launches_after(-600) == 0
+    assert launches_after(3) == 1
 
 
 def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
