@@ -290,7 +290,7 @@ satellite_catalogues = published_sensor(
 observations_sensor = incremental_sensor(
     "observations_sensor",
     target=dg.AssetSelection.assets(OBSERVATIONS, REJECTED_OBSERVATIONS),
-    max_age_s=5.0,
+    max_age_s=10.0,
     when_inputs_idle=True,
     min_rows=100_000,
     # The hour of a run that was killed may get no further measurement that would launch another run.
@@ -303,7 +303,7 @@ observations_sensor = incremental_sensor(
 tracks_sensor = incremental_sensor(
     "tracks_sensor",
     target=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_RISKS),
-    max_age_s=5.0,
+    max_age_s=10.0,
     when_inputs_idle=True,
     min_rows=1_000_000,
     with_downstream=True,
