@@ -167,6 +167,8 @@ def _reprocess_dead_letters(
         yield from iter_check_results(expand_families(ingest, {}), {}, {}, is_reprocessing=True)
         return
     counts = result.scanned.counts
+    for note in result.notes:
+        context.log.warning(note)
     context.log.info(f"Reprocessed {counts['records']} dead letters; {counts['dead']} failed again.")
     changed_assets = _iter_changed_assets(
         result.ingest,

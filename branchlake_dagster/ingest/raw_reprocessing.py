@@ -189,6 +189,8 @@ def reprocess_raw(
         ).run()
         if one is None:
             continue
+        for note in one.notes:
+            report(note)
         report(
             f"Slice {number} of {len(slices)}: {format_count(one.counts['records'], 'record')} received until"
             f" {raw_slice.last:%Y-%m-%dT%H:%M:%SZ}; {_format_changes(one.counts)}."

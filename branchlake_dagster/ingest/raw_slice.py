@@ -31,6 +31,11 @@ from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTable
 from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA, BatchTargets, Identifier, Target
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
+from branchlake_dagster.ingest.divided_reprocessing import (
+    StoredPass,
+    add_unwritable_dead_letters,
+    run_divided_pass,
+)
 from branchlake_dagster.ingest.errors import RowsNotIdentified
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import Offsets, topic_id
@@ -79,6 +84,8 @@ class RawReprocessingResult:
     counts: dict[str, int] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     """The dotted names of the tables with changed rows or dead letters."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about records that made the reprocessing fail."""
 
 
 def position_columns(target_name: str, ingest: Ingest, attributes: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +145,11 @@ class RawSliceReprocessing:
         ranges = _find_ranges(records)
         if not ranges:
             return None
-        evolution = self._decode(records, ranges)
+        stored_pass = self._decode(records, ranges)
+        if stored_pass.reached is not None:
+            records = records.where(stored_pass.reached)
+            ranges = _find_ranges(records)
+        evolution = stored_pass.evolution
         scanned, targets = evolution.scanned, evolution.targets
         counts: dict[str, int] = dict(scanned.counts)
         before = self._ingestion_tables.loaded_tables
@@ -162,7 +173,9 @@ class RawSliceReprocessing:
         self._end_slice(evolution)
         delete_files(scanned, targets)
         delete_staging_metadata(self._staging_tables)
-        return RawReprocessingResult(evolution.ingestion_tables.ingest, targets, counts, changed)
+        return RawReprocessingResult(
+            evolution.ingestion_tables.ingest, targets, counts, changed, stored_pass.notes()
+        )
 
     def _table(self, identifier: Identifier) -> DataFrame:
         """Return the frame of a table as the branch has it now.
@@ -188,9 +201,10 @@ class RawSliceReprocessing:
         ).select(*_RECORD_POSITION)
         return records.join(F.broadcast(unwritable), [*_RECORD_POSITION], "left_anti")
 
-    def _decode(self, records: DataFrame, ranges: Sequence[_PositionRange]) -> SchemaEvolution:
+    def _decode(self, records: DataFrame, ranges: Sequence[_PositionRange]) -> StoredPass:
         """Decode the slice, and write its rows and dead letters to data files of staging tables.
 
+        A record that makes the slice fail gives no rows and one dead letter of kind unwritable.
         `records` are the slice's kept records, and `ranges` are their positions, which name the topics. The
         staging tables are created on the branch, and are in `self._staged` by the number of the target.
         Raises the errors of `evolve_until_stable`.
@@ -204,39 +218,51 @@ class RawSliceReprocessing:
         pairs = sorted({(one.topic, one.incarnation) for one in ranges})
         failed_scans = FailedScans()
 
-        def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
-            staged_targets = [*enumerate(targets.tables), (targets.dead_letter_number, targets.dead_letters)]
-            self._staged = {
-                number: create_staging_table(
-                    batch_context.catalog, target, self._batch_id, with_attributes=False
-                )
-                for number, target in staged_targets
-            }
-            self._staging_tables += [table for _, table in self._staged.values()]
+        def build_work(targets: BatchTargets) -> Work:
             staging_info: dict[int, tuple[str, Mapping[str, str]]] = {
                 number: (table.metadata.model_dump_json(), {}) for number, (_, table) in self._staged.items()
             }
-            work = Work(
+            return Work(
                 batch_context.run_id,
                 [topic for topic, _ in pairs],
                 [incarnation for _, incarnation in pairs],
                 build_worker_targets(targets, staging_info),
                 batch_context.lake.settings.worker_file_io_properties(),
                 self._received_us,
-                len(ingestion_tables.ingest.families),
+                len(self._ingestion_tables.ingest.families),
                 ingest.most_tables,
                 ingest.most_columns,
             )
-            with failed_scans.remember_failure(work, targets.dead_letters.table.io):
-                return scan_records(frame, ingestion_tables.ingest, record_format, targets, {}, work)
+
+        def evolve(records: DataFrame, tables_before: IngestionTables) -> SchemaEvolution:
+            def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
+                self._create_staging_tables(targets)
+                work = build_work(targets)
+                with failed_scans.remember_failure(work, targets.dead_letters.table.io):
+                    return scan_records(records, ingestion_tables.ingest, record_format, targets, {}, work)
+
+            return evolve_until_stable(
+                tables_before, batch_context, records, record_format, scan_targets, ids, self._tables
+            )
 
         ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
         try:
-            return evolve_until_stable(
-                self._ingestion_tables, batch_context, frame, record_format, scan_targets, ids, self._tables
-            )
+            stored_pass = run_divided_pass(frame, self._ingestion_tables, batch_context, evolve)
         finally:
             failed_scans.delete_files()
+        add_unwritable_dead_letters(stored_pass, frame, build_work)
+        return stored_pass
+
+    def _create_staging_tables(self, targets: BatchTargets) -> None:
+        """Create the staging tables of a pass for all tables and the dead letters, in `self._staged`."""
+        staged_targets = [*enumerate(targets.tables), (targets.dead_letter_number, targets.dead_letters)]
+        self._staged = {
+            number: create_staging_table(
+                self._batch_context.catalog, target, self._batch_id, with_attributes=False
+            )
+            for number, target in staged_targets
+        }
+        self._staging_tables += [table for _, table in self._staged.values()]
 
     def _fill_staging_tables(self, scanned: ScanResult) -> None:
         changes = [

@@ -19,10 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
+from operator import and_
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.table import Table
+from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
@@ -32,6 +34,7 @@ from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTable
 from branchlake_dagster.ingest.batch_tables import BatchTargets
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
+from branchlake_dagster.ingest.divided_reprocessing import add_unwritable_dead_letters, run_divided_pass
 from branchlake_dagster.ingest.errors import DeadLettersLeftOut, PositionLost
 from branchlake_dagster.ingest.offsets import (
     OffsetRange,
@@ -124,11 +127,15 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True)
 class ReprocessingResult:
-    """The result of reprocessing dead letters: the tables, and the files and counts that were written."""
+    """The result of reprocessing dead letters: the tables, and the files and counts that were written.
+
+    `notes` are sentences for the user about dead letters that made the reprocessing fail.
+    """
 
     ingest: ExpandedIngest
     targets: BatchTargets
     scanned: ScanResult
+    notes: tuple[str, ...] = ()
 
 
 def count_dead_letters(
@@ -156,6 +163,8 @@ def reprocess_batch(
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> ReprocessingResult | None:
     """Reprocess the selected dead letters on the branch. A record that fails again is a new dead letter.
+
+    If records make the reprocessing fail, it is divided until each of them is alone, as a batch is.
 
     Returns None if an earlier attempt of the run has already done this, or if no dead letters are selected.
     Raises PositionLost while a table is rolled back or filled again, because this may add the same records,
@@ -187,8 +196,8 @@ def reprocess_batch(
     )
     failed_scans = FailedScans()
 
-    def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
-        work = Work(
+    def build_work(targets: BatchTargets) -> Work:
+        return Work(
             batch_context.run_id,
             [topic for topic, _ in pairs],
             [incarnation for _, incarnation in pairs],
@@ -200,16 +209,26 @@ def reprocess_batch(
             ingest.most_columns,
             is_reprocessing=True,
         )
-        with failed_scans.remember_failure(work, targets.dead_letters.table.io):
-            return scan_records(frame, ingestion_tables.ingest, record_format, targets, {}, work)
+
+    def evolve(records: DataFrame, tables_before: IngestionTables) -> SchemaEvolution:
+        def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
+            work = build_work(targets)
+            with failed_scans.remember_failure(work, targets.dead_letters.table.io):
+                return scan_records(records, ingestion_tables.ingest, record_format, targets, {}, work)
+
+        return evolve_until_stable(
+            tables_before, batch_context, records, record_format, scan_targets, ids, tables
+        )
 
     ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
     try:
-        evolution = evolve_until_stable(
-            ingestion_tables, batch_context, frame, record_format, scan_targets, ids, tables
-        )
+        stored_pass = run_divided_pass(frame, ingestion_tables, batch_context, evolve)
     finally:
         failed_scans.delete_files()
+    evolution = stored_pass.evolution
+    add_unwritable_dead_letters(stored_pass, frame, build_work)
+    if stored_pass.reached is not None:
+        _unmark_others(session, ingestion_tables, batch_context, stored_pass.reached, position)
     if left_out := evolution.scanned.counts["left_out"]:
         raise DeadLettersLeftOut(
             f"{left_out} of {evolution.scanned.counts['records']} dead letters would give neither a row nor"
@@ -220,7 +239,9 @@ def reprocess_batch(
             " record.",
         )
     _commit_rows(evolution, batch_context, position, tables)
-    return ReprocessingResult(evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned)
+    return ReprocessingResult(
+        evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned, stored_pass.notes()
+    )
 
 
 def require_reprocessable_tables(ingestion_tables: IngestionTables, branch: str) -> Offsets:
@@ -274,12 +295,7 @@ def _mark_selected(
     """
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = f"nessie.{quote_spark_path(ingestion_tables.dead_letter_identifier)}"
-    properties = {
-        **batch_context.snapshot_properties,
-        **position_properties(ingestion_tables.ingest, position, batch_context.run_id),
-        LakeProperty.WRITE_MODE: "upsert",
-    }
-    with set_session_properties(session, properties):
+    with set_session_properties(session, _mark_properties(ingestion_tables, batch_context, position)):
         session.sql(
             f"UPDATE {table_sql} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
             args={**arguments, "run": batch_context.run_id},
@@ -289,6 +305,43 @@ def _mark_selected(
     return dead_letters.select(
         *(F.col(name).alias(f"__{name}") for name in columns), F.col("table").alias(FOR_TABLE)
     )
+
+
+def _mark_properties(
+    ingestion_tables: IngestionTables, batch_context: BatchContext, position: Offsets
+) -> dict[str, str]:
+    """Return the snapshot properties of an update of the marks."""
+    return {
+        **batch_context.snapshot_properties,
+        **position_properties(ingestion_tables.ingest, position, batch_context.run_id),
+        LakeProperty.WRITE_MODE: "upsert",
+    }
+
+
+def _unmark_others(
+    session: SparkSession,
+    ingestion_tables: IngestionTables,
+    batch_context: BatchContext,
+    reached: Expression,
+    position: Offsets,
+) -> None:
+    """Remove the run's mark from the dead letters that it did not reach, so that they wait again.
+
+    `reached` is the condition that the run has reached a dead letter.
+    """
+    table_sql = f"nessie.{quote_spark_path(ingestion_tables.dead_letter_identifier)}"
+    is_marked = F.col("reprocessed_in") == batch_context.run_id
+    others = (
+        session.table(table_sql)
+        .where(is_marked & ~reached)
+        .select(*(F.col(name).alias(f"other_{name}") for name in _RECORD_POSITION))
+        .distinct()
+    )
+    is_same = [F.col(f"{table_sql}.{name}") == F.col(f"other_{name}") for name in _RECORD_POSITION]
+    with set_session_properties(session, _mark_properties(ingestion_tables, batch_context, position)):
+        merge = others.mergeInto(table_sql, reduce(and_, is_same))
+        is_own_mark = F.col(f"{table_sql}.reprocessed_in") == batch_context.run_id
+        merge.whenMatched(is_own_mark).update({"reprocessed_in": F.lit(None).cast("string")}).merge()
 
 
 def _commit_rows(
@@ -331,6 +384,7 @@ def _commit_rows(
 
 
 _POSITION_COLUMNS = ("topic", "partition", "offset")
+_RECORD_POSITION = (*_POSITION_COLUMNS, "incarnation")
 
 
 def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ranges: Ranges) -> DataFrame:

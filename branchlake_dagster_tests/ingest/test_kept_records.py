@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +26,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.rows import RowReader
+from branchlake_dagster.ingest import divided_reprocessing
 from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import RowsNotIdentified
@@ -35,6 +38,8 @@ from branchlake_dagster.ingest.raw_reprocessing import (
     reprocess_raw,
 )
 from branchlake_dagster.ingest.raw_slice import RawReprocessingResult
+from branchlake_dagster.ingest.record_frames import find_unwritable_records
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.undo.find_publication import find_publication
@@ -292,6 +297,83 @@ def test_a_corrected_decoder_changes_rows_days_and_dead_letters(
     kafka.send(topic, [b"1:1"])
     drive.batch()
     assert rows(drive) == [*expected, (1, 2, 4)]
+
+
+def _dying_decoder(dies: bytes) -> Decoded:
+    """A decoder that multiplies `n` by 2, and ends the process at the value `dies`."""
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        if dies in values.to_pylist():
+            os._exit(7)
+        return decoder(factor=2).decode(values)
+
+    return Decoded(decode, READING)
+
+
+def test_a_kept_record_that_ends_the_worker_is_a_dead_letter(
+    keeping: Callable[..., tuple[Driver, str]], kafka: Broker
+) -> None:
+    drive, topic = keeping()
+    kafka.send(topic, [b"1:10", b"2:20", Message(b"3:30", b"k", headers=[("h", b"\x00")])])
+    drive.batch()
+    drive.ingest = replace(drive.ingest, format=_dying_decoder(b"3:30"))
+    place, result = decode_again(drive, "run-1")
+    assert result is not None
+    assert {name: result.counts[name] for name in ("records", "dead", "dead/unwritable", "rows_delete")} == {
+        "records": 3,
+        "dead": 1,
+        "dead/unwritable": 1,
+        "rows_delete": 1,
+    }
+    assert len(result.notes) == 1
+    assert drive.merge(place)
+    assert rows(drive) == [(1, 20, 1), (2, 40, 0)]
+    (letter,) = drive.rows(1)
+    assert (letter["offset"], letter["error_kind"], letter["table"]) == (2, "unwritable", None)
+    assert (letter["key"], letter["value"], letter["reprocessed_in"]) == (b"k", b"3:30", None)
+    assert letter["headers"] == [{"key": "h", "value": b"\x00"}]
+    assert [row["value"] for row in kept(drive)] == [b"1:10", b"2:20", b"3:30"]
+    assert [*drive.lake.nessie.entries("main", filter="entry.name.contains('__staged_')")] == []
+
+
+@pytest.mark.parametrize("max_passes", [64, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_dead_letter_that_ends_the_worker_stays_one(
+    keeping: Callable[..., tuple[Driver, str]],
+    kafka: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+    max_passes: int,
+) -> None:
+    """Dead letters that the search does not reach wait as before."""
+    monkeypatch.setattr(
+        divided_reprocessing,
+        "find_unwritable_records",
+        partial(find_unwritable_records, max_passes=max_passes),
+    )
+    drive, topic = keeping(format=decoder(reads="^nothing$"))
+    kafka.send(topic, [b"1:10", b"3:30", b"2:20"])
+    drive.batch()
+    drive.ingest = replace(drive.ingest, format=_dying_decoder(b"3:30"))
+    place = drive.place()
+    session = drive.lake.spark_session(place.branch)
+    try:
+        context = replace(place, run_id="run-1", session=lambda: session)
+        result = reprocess_batch(drive.ingest, context, DeadLetterSelection())
+    finally:
+        session.stop()
+    assert result is not None
+    assert drive.merge(place)
+    waiting = sorted(
+        (row["offset"], row["error_kind"]) for row in drive.rows(1) if row["reprocessed_in"] is None
+    )
+    if max_passes == 64:
+        assert (result.scanned.counts["records"], result.scanned.counts["dead"]) == (3, 1)
+        assert rows(drive) == [(1, 20, 1), (2, 40, 0)]
+        assert waiting == [(1, "unwritable")]
+    else:
+        assert len(result.notes) == 2
+        assert (result.scanned.counts["records"], result.scanned.counts["dead"]) == (2, 1)
+        assert rows(drive) == [(1, 20, 1)]
+        assert waiting == [(1, "unwritable"), (2, "format")]
 
 
 def test_only_rows_that_differ_are_changes(keeping: Callable[..., tuple[Driver, str]], kafka: Broker) -> None:
