@@ -24,6 +24,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 
+from branchlake_dagster.ingest.null_structs import fill_null_structs
 from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
@@ -495,12 +496,9 @@ class _TableWriter:
         """
         columns = []
         for target_field in self._schema:
-            column = values.get(target_field.name)
-            columns.append(
-                pa.nulls(count, target_field.type)
-                if column is None
-                else _cast_column(column, target_field.type)
-            )
+            column, kind = values.get(target_field.name), target_field.type
+            fitting = fill_null_structs(pa.nulls(count, kind) if column is None else column, kind)
+            columns.append(_cast_column(fitting, kind))
         # The schema has no required fields: nullability is checked elsewhere.
         fields = [pa.field(schema_field.name, schema_field.type) for schema_field in self._schema]
         return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))

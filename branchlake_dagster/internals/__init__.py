@@ -7,6 +7,8 @@ library for the whole process. `docs/upstream.md` reports those that are defects
   bounds hide rows
 - `field_paths`, at import: `_ConvertToArrowExpression._get_field_name` of PyIceberg, because it takes a dot
   in a column's name for a field of a struct
+- `null_lists`, at import: `ArrowProjectionVisitor.list` and `.map` of PyIceberg, because they take null lists
+  of structs for empty ones
 - `pyiceberg`, at import: `ExecutorFactory` in PyIceberg's `snapshot_producers`, because a failed commit
   leaves writers running
 - `pyiceberg`, at import: `manifest_evaluator` in PyIceberg's `snapshot_producers`, because threads share its

@@ -317,10 +317,13 @@ def test_a_null_inside_a_column_that_needs_a_value_is_a_dead_letter(
             _json(id=4, map={"k": None}),
             _json(id=5, map={"k": bad}),
             _json(id=6, of={"b": 2}),
+            _json(id=7),
         ],
     )
     drive.batch()
-    assert [row["id"] for row in drive.rows(0, "id")] == [0, 2]
+    rows = drive.rows(0, "id")
+    assert [row["id"] for row in rows] == [0, 2, 7]
+    assert rows[2] == {"id": 7, "of": None, "list": None, "map": None}
     assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
         (offset, "conversion") for offset in (1, 3, 4, 5, 6)
     ]

@@ -1,0 +1,99 @@
+"""Null structs that have required fields, as PyArrow can cast and write them.
+
+Spark writes null into each field of a null struct. PyArrow counts these nulls as missing values of required
+fields, although nobody can read them. So they are replaced by zeros and empty values.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def fill_null_structs(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return a column with a value in each required field of null structs; all other values stay.
+
+    `kind` is the type to which the column can be cast afterwards. Fields are matched by name. Returns the
+    column itself if `kind` has no required fields inside structs. Cost: copies the fields that are filled.
+    """
+    if not _has_required_fields(kind):
+        return column
+    if pa.types.is_struct(kind) and pa.types.is_struct(column.type):
+        return _fill_struct(column, kind)
+    if _is_list(kind) and _is_list(column.type):
+        values = fill_null_structs(column.values, kind.value_type)
+        return type(column).from_arrays(
+            _unsliced(column.offsets), values, type=column.type, mask=column.is_null()
+        )
+    if pa.types.is_map(kind) and pa.types.is_map(column.type):
+        return pa.MapArray.from_arrays(
+            _unsliced(column.offsets),
+            fill_null_structs(column.keys, kind.key_type),
+            fill_null_structs(column.items, kind.item_type),
+            type=column.type,
+            mask=column.is_null(),
+        )
+    return column
+
+
+def _fill_struct(column: pa.StructArray, kind: pa.StructType) -> pa.StructArray:
+    is_null = column.is_null()
+    fields = []
+    for number, source_field in enumerate(column.type):
+        values, index = column.field(number), kind.get_field_index(source_field.name)
+        if index >= 0:
+            target_field = kind.field(index)
+            values = fill_null_structs(values, target_field.type)
+            if not target_field.nullable:
+                values = _fill(values, pc.and_(is_null, values.is_null()), target_field.type)
+        fields.append(values)
+    return pa.StructArray.from_arrays(fields, fields=list(column.type), mask=is_null)
+
+
+def _fill(values: pa.Array, is_missing: pa.BooleanArray, kind: pa.DataType) -> pa.Array:
+    """Return the values with an empty value where `is_missing` is true."""
+    if not is_missing.true_count:
+        return values
+    filler = pa.array([_empty_value(values.type, kind)], values.type)
+    indices = pc.if_else(is_missing, len(values), pa.array(range(len(values)), pa.int64()))
+    return pa.concat_arrays([values, filler]).take(indices)
+
+
+def _empty_value(source: pa.DataType, kind: pa.DataType) -> Any:
+    """Return a value of the type `source` that can be cast to `kind`."""
+    if pa.types.is_struct(source):
+        kinds = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+        return {field.name: _empty_value(field.type, kinds.get(field.name, field.type)) for field in source}
+    if _is_list(source) or pa.types.is_map(source):
+        return []
+    if pa.types.is_string(source) or pa.types.is_large_string(source):
+        return "0" * 32 if isinstance(kind, pa.UuidType) else ""
+    if pa.types.is_fixed_size_binary(source):
+        return bytes(source.byte_width)
+    if isinstance(source, pa.UuidType):
+        return bytes(16)
+    if pa.types.is_binary(source) or pa.types.is_large_binary(source):
+        return bytes(kind.byte_width) if pa.types.is_fixed_size_binary(kind) else b""
+    if pa.types.is_boolean(source):
+        return False
+    return Decimal(0) if pa.types.is_decimal(source) else 0
+
+
+def _has_required_fields(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(not field.nullable or _has_required_fields(field.type) for field in kind)
+    if pa.types.is_map(kind):
+        return _has_required_fields(kind.key_type) or _has_required_fields(kind.item_type)
+    return _is_list(kind) and _has_required_fields(kind.value_type)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.ListType | pa.LargeListType)
+
+
+def _unsliced(offsets: pa.Array) -> pa.Array:
+    """Return a copy of the offsets of lists. PyArrow cannot combine a mask with a slice of offsets."""
+    return pc.add(offsets, pa.scalar(0, offsets.type))
