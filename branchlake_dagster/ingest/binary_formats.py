@@ -18,6 +18,7 @@ from pyspark.sql.avro.functions import from_avro
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
+from branchlake_dagster.ingest.avro_schemas import describe_unreadable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.formats import (
     REASON_SUFFIX,
@@ -43,7 +44,8 @@ _MAX_DECIMAL_DIGITS, _MAX_DECIMAL_BYTES = 38, 16
 class Avro:
     """Reads Avro values that were written with one known schema, without a frame.
 
-    `schema` is the Avro schema as JSON. Raises ConfigurationError if it is not the schema of a record.
+    `schema` is the Avro schema as JSON. Raises ConfigurationError if it is not the schema of a record, or if
+    Spark cannot read it.
 
     Examples:
         .. code-block:: python
@@ -54,7 +56,7 @@ class Avro:
     schema: str
 
     def __post_init__(self) -> None:
-        avro_field_names(self.schema)
+        _require_readable(self.schema)
 
     def read(self, records: DataFrame) -> DataFrame:
         """Add `__avro`, the decoded record; null if the value is not Avro of the schema."""
@@ -142,12 +144,20 @@ class RegistryAvro:
         return frame
 
     def _schemas_by_id(self) -> Mapping[int, str]:
+        """Return the readable schemas by their ids."""
+        return self._load_versions()[0]
+
+    def _unreadable_versions(self) -> Mapping[int, str]:
+        """Return why a version's schema cannot be read, by schema id."""
+        return self._load_versions()[1]
+
+    def _load_versions(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
         # Loaded once for each batch, which uses one object made by `with_empty_cache`.
-        schemas: Mapping[int, str] | None = self.__dict__.get("_schemas")
-        if schemas is None:
-            schemas = _with_fields(self.load_schemas())
-            object.__setattr__(self, "_schemas", schemas)
-        return schemas
+        versions: tuple[Mapping[int, str], Mapping[int, str]] | None = self.__dict__.get("_versions")
+        if versions is None:
+            versions = _divide_readable(self.load_schemas())
+            object.__setattr__(self, "_versions", versions)
+        return versions
 
     def with_empty_cache(self) -> RegistryAvro:
         """Return a copy of the format that loads the schemas again when they are needed."""
@@ -162,8 +172,8 @@ class RegistryAvro:
     ) -> DataFrame:
         """Add the converted row, and the reason if there is none, as `Format.convert_rows` describes.
 
-        The reason has the kind `format` without a valid frame or value, `schema` for an unknown schema id, or
-        `conversion` if a cast failed.
+        The reason has the kind `format` without a valid frame or value, `schema` for an unknown schema id or
+        a schema that Spark cannot read, or `conversion` if a cast failed.
         """
         schemas = self._schemas_by_id()
         for schema_id, schema in schemas.items():
@@ -191,6 +201,10 @@ class RegistryAvro:
                     build_reason("format", "The value has no schema registry frame."),
                 ),
                 *((which, F.col(f"{row_column}_{one}{REASON_SUFFIX}")) for which, one in schema_conditions),
+                *(
+                    (F.col("__schema") == one, build_reason("schema", F.lit(problem)))
+                    for one, problem in self._unreadable_versions().items()
+                ),
             ],
             build_reason("schema", unknown_schema),
         )
@@ -227,23 +241,37 @@ class RegistryAvro:
         return F.col(f"__avro_{max(self._schemas_by_id())}")
 
 
-def _with_fields(schemas: Mapping[int, str]) -> Mapping[int, str]:
-    """Return the schemas, by their ids, that are Avro records. Raises ConfigurationError if none is.
+def _divide_readable(schemas: Mapping[int, str]) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    """Return the schemas that can be read, and sentences about the others, both by schema id.
 
-    A subject may have versions of other kinds. Their records become dead letters of kind `schema`.
+    A subject may have versions of other kinds. Their records become dead letters of kind `schema`. Raises
+    ConfigurationError if it has only such versions.
     """
-    records: dict[int, str] = {}
+    readable: dict[int, str] = {}
+    problems: dict[int, str] = {}
     refusal: ConfigurationError | None = None
     for schema_id, schema in schemas.items():
         try:
-            avro_field_names(schema)
+            _require_readable(schema)
         except ConfigurationError as error:
             refusal = error
+            problems[schema_id] = f"Schema {schema_id} cannot be read. {error.message}"
         else:
-            records[schema_id] = schema
-    if refusal is not None and not records:
+            readable[schema_id] = schema
+    if refusal is not None and not readable:
         raise refusal
-    return records
+    return readable, problems
+
+
+def _require_readable(schema: str) -> None:
+    """Raise ConfigurationError if a schema is not that of a record, or if Spark cannot read its values."""
+    avro_field_names(schema)
+    if problem := describe_unreadable(schema):
+        raise ConfigurationError(
+            f"Spark cannot read the Avro schema of the values. {problem}",
+            hint="Change the schema, or decode the values with Decoded.",
+            reason="schema_unreadable",
+        )
 
 
 def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:

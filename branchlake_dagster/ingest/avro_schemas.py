@@ -1,0 +1,110 @@
+"""Avro schemas that are valid, but that Spark cannot read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+_PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
+_NAMED = frozenset({"record", "error", "enum", "fixed"})
+_PART_KEYS = ("items", "values")
+
+
+def describe_unreadable(schema: str) -> str | None:
+    """Return a sentence about why Spark cannot read values of an Avro schema in JSON; None if it can.
+
+    Spark has no types for records that contain themselves, and does not distinguish fields by case. Types
+    that the schema does not define are unknown to it, such as references to other subjects of a registry.
+    """
+    try:
+        parsed_schema = json.loads(schema)
+        definitions = dict(_iter_definitions(parsed_schema, ""))
+        return next(_Reading(definitions).iter_problems(parsed_schema, "", ()), None)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return f"It is not a valid Avro schema: {type(error).__name__}."
+
+
+def _iter_definitions(avro_type: Any, namespace: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield the full name of each named type in a type, with its definition and the namespace around it."""
+    if isinstance(avro_type, list):
+        for one in avro_type:
+            yield from _iter_definitions(one, namespace)
+    if not isinstance(avro_type, dict):
+        return
+    if avro_type.get("type") in _NAMED if isinstance(avro_type.get("type"), str) else False:
+        name, inner_namespace = _full_name(avro_type, namespace)
+        yield name, (avro_type, namespace)
+        namespace = inner_namespace
+    for part in _iter_parts(avro_type):
+        yield from _iter_definitions(part, namespace)
+
+
+def _iter_parts(avro_type: dict[str, Any]) -> Iterator[Any]:
+    """Yield the types inside a type that is written as an object."""
+    if not isinstance(avro_type["type"], str):
+        yield avro_type["type"]
+    for field in avro_type.get("fields", ()):
+        yield field["type"]
+    for key in _PART_KEYS:
+        if key in avro_type:
+            yield avro_type[key]
+
+
+def _full_name(avro_type: dict[str, Any], namespace: str) -> tuple[str, str]:
+    """Return the full name of a named type, and the namespace of the names inside it."""
+    name = avro_type["name"]
+    if "." in name:
+        return name, name.rpartition(".")[0]
+    inner_namespace = avro_type.get("namespace", namespace)
+    return f"{inner_namespace}.{name}" if inner_namespace else name, inner_namespace
+
+
+class _Reading:
+    """Walks through a schema as Spark does when it converts the schema to a type of its own."""
+
+    def __init__(self, definitions: dict[str, tuple[Any, str]]) -> None:
+        self._definitions = definitions
+        self._readable_names: set[str] = set()
+
+    def iter_problems(self, avro_type: Any, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
+        """Yield a sentence for each part that Spark cannot read. `open_names` are the records around it."""
+        if isinstance(avro_type, list):
+            for one in avro_type:
+                yield from self.iter_problems(one, namespace, open_names)
+        elif isinstance(avro_type, str):
+            yield from self._iter_problems_of_name(avro_type, namespace, open_names)
+        elif not isinstance(avro_type["type"], str):
+            yield from self.iter_problems(avro_type["type"], namespace, open_names)
+        elif avro_type["type"] in ("record", "error"):
+            yield from self._iter_problems_of_record(avro_type, namespace, open_names)
+        elif avro_type["type"] in ("array", "map"):
+            for part in _iter_parts(avro_type):
+                yield from self.iter_problems(part, namespace, open_names)
+        elif avro_type["type"] not in ("enum", "fixed"):
+            yield from self._iter_problems_of_name(avro_type["type"], namespace, open_names)
+
+    def _iter_problems_of_name(self, name: str, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
+        if name in _PRIMITIVES:
+            return
+        qualified = f"{namespace}.{name}" if namespace and "." not in name else name
+        full_name = next((one for one in (qualified, name) if one in self._definitions), None)
+        if full_name is None:
+            yield f"It does not define type {name}."
+        elif full_name in open_names:
+            yield f"Record {full_name} contains itself."
+        elif full_name not in self._readable_names:
+            yield from self.iter_problems(*self._definitions[full_name], open_names)
+
+    def _iter_problems_of_record(
+        self, avro_type: dict[str, Any], namespace: str, open_names: tuple[str, ...]
+    ) -> Iterator[str]:
+        name, inner_namespace = _full_name(avro_type, namespace)
+        folded_names = Counter(field["name"].casefold() for field in avro_type["fields"])
+        same_names = [one["name"] for one in avro_type["fields"] if folded_names[one["name"].casefold()] > 1]
+        if same_names:
+            yield f"Fields of record {name} have the same name in another case: {', '.join(same_names)}."
+        for part in _iter_parts(avro_type):
+            yield from self.iter_problems(part, inner_namespace, (*open_names, name))
+        self._readable_names.add(name)

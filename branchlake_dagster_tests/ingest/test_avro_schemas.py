@@ -1,0 +1,72 @@
+"""Avro schemas that Spark cannot read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.avro_schemas import describe_unreadable
+from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro
+
+
+def _record(name: str, *types: Any, **more: Any) -> dict[str, Any]:
+    fields = [{"name": f"f{number}", "type": kind} for number, kind in enumerate(types)]
+    return {"type": "record", "name": name, "fields": fields, **more}
+
+
+INNER = _record("Inner", "long")
+READABLE = [
+    _record("R", "long", ["null", "string"], {"type": "bytes", "logicalType": "decimal", "precision": 4}),
+    _record("R", INNER, "Inner", {"type": "array", "items": "Inner"}, {"type": "map", "values": "Inner"}),
+    _record("R", _record("a.Inner", "int"), _record("b.Inner", "a.Inner")),
+    _record("R", INNER, "x.Inner", namespace="x"),
+    _record("R", {"type": {"type": "enum", "name": "E", "symbols": ["A"]}}, "E"),
+    _record("R", {"type": "fixed", "name": "F", "size": 4}, "F"),
+    _record("R", _record("Other", "Inner"), INNER),
+]
+UNREADABLE = [
+    _record("R", ["null", "R"]),
+    _record("R", {"type": "array", "items": "x.R"}, namespace="x"),
+    _record("R", {"type": "map", "values": _record("In", ["null", "R"])}),
+    _record("R", ["null", _record("A", ["null", _record("B", ["null", "A"])])]),
+    _record("R", "Missing"),
+    _record("R", {"type": "Missing"}),
+    {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}, {"name": "A", "type": "int"}]},
+    _record("R", {"type": "array", "items": {**_record("I"), "fields": [{"name": "ä", "type": "int"}] * 2}}),
+]
+
+
+@pytest.mark.parametrize("schema", READABLE, ids=json.dumps)
+def test_a_schema_without_recursion_is_readable(schema: dict[str, Any]) -> None:
+    assert describe_unreadable(json.dumps(schema)) is None
+    Avro(json.dumps(schema))
+
+
+@pytest.mark.parametrize("schema", UNREADABLE, ids=json.dumps)
+def test_a_schema_that_spark_cannot_read_is_refused(schema: dict[str, Any]) -> None:
+    assert describe_unreadable(json.dumps(schema))
+    with pytest.raises(ConfigurationError):
+        Avro(json.dumps(schema))
+
+
+def _answers(schemas: dict[int, dict[str, Any]]) -> RegistryAvro:
+    def get(url: str) -> Any:
+        version = url.rpartition("/")[2]
+        if version == "versions":
+            return [*schemas]
+        return {"id": int(version), "schema": json.dumps(schemas[int(version)])}
+
+    return RegistryAvro("http://registry", "s-value", get)
+
+
+def test_only_readable_versions_are_read() -> None:
+    reading = _answers({7: READABLE[0], 8: UNREADABLE[0], 9: UNREADABLE[6]})
+    assert reading.schema_field_names(has_envelope=False) == ["f0", "f1", "f2"]
+
+
+def test_a_subject_without_readable_versions_is_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        _answers({8: UNREADABLE[0]}).schema_field_names(has_envelope=False)
