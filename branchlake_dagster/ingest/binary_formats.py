@@ -15,6 +15,7 @@ from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.avro.functions import from_avro
+from pyspark.sql.types import DataType
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
@@ -184,7 +185,14 @@ class RegistryAvro:
             )
             schema_text = _row_schema_text(schema, is_deletion)
             frame = convert_struct_rows(
-                frame, f"{row_column}_{schema_id}", source, names, columns, [unread], schema_text
+                frame,
+                f"{row_column}_{schema_id}",
+                source,
+                names,
+                columns,
+                [unread],
+                schema_text,
+                is_only_schema=False,
             )
         schema_conditions = [(F.col("__schema") == one, one) for one in schemas]
         null_row = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
@@ -331,7 +339,7 @@ def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: st
     return frame.withColumn(name, F.when(fits, result)).drop(raw_column, read_column)
 
 
-def _shorten_decimal(value: Expression, kind: str) -> Expression:
+def _shorten_decimal(value: Expression, _: DataType, kind: str) -> Expression:
     return value.try_cast(kind)
 
 

@@ -7,19 +7,21 @@ record.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Protocol
 
 import pyarrow as pa
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column as Expression
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.types import DataType, StructType
+from pyspark.sql.types import DataType, NullType, StringType, StructType
 
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.decoder_results import check_decoded, failure_reason
-from branchlake_dagster.ingest.nested_casts import cast_nested, lost_part
+from branchlake_dagster.ingest.nested_casts import NESTED_TYPES, cast_nested, lost_part
 from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
     RecordColumn,
@@ -489,12 +491,17 @@ def convert_struct_rows(
     columns: Sequence[RecordColumn],
     reasons: Sequence[tuple[Expression, Expression]],
     schema_text: str,
+    *,
+    is_only_schema: bool = True,
 ) -> DataFrame:
     """Convert structs with the fields `field_names` by Spark's casts, as `Format.convert_rows` requires.
 
     `source` is the expression of the structs. `reasons` are pairs of a condition under which a record has
     no row, and the reason. They precede the reasons of failed casts. Structs with the same `schema_text` have
     the same type.
+
+    Raises ConfigurationError if a field has a type that Spark does not cast to the column's type. Without
+    `is_only_schema`, other records have other schemas, so only the records of this schema have no row.
     """
     available_names = set(field_names)
     source_column = f"{row_column}_held"
@@ -502,10 +509,15 @@ def convert_struct_rows(
     value = F.col(source_column)
     types = _field_types(frame, source_column, schema_text)
 
+    def cast_value(value: Expression, source: DataType, kind: str) -> Expression:
+        if _is_cast_allowed(frame.sparkSession, source, kind):
+            return _try_cast(value, kind)
+        return F.lit(None).cast(kind)
+
     def cast_field(name: str, kind: str) -> Expression:
         if name not in available_names:
             return F.lit(None).cast(kind)
-        return cast_nested(value.getField(name), types[name], kind, _try_cast)
+        return cast_nested(value.getField(name), types[name], kind, cast_value)
 
     def is_lost(column: RecordColumn) -> Expression:
         lost = (
@@ -516,8 +528,11 @@ def convert_struct_rows(
             return lost
         names = [name for name in column.fields if name in available_names]
         return any_of(
-            [lost, *(lost_part(value.getField(name), types[name], column.kind, _try_cast) for name in names)]
+            [lost, *(lost_part(value.getField(name), types[name], column.kind, cast_value) for name in names)]
         )
+
+    if is_only_schema:
+        _require_casts(frame.sparkSession, columns, types)
 
     frame = frame.withColumn(row_column, _build_struct(columns, cast_field))
     lost_values = [
@@ -543,6 +558,49 @@ def _field_types(frame: DataFrame, column: str, schema_text: str) -> dict[str, D
         assert isinstance(kind, StructType)  # noqa: S101 - rows are structs
         types = _field_types_by_schema[schema_text] = {one.name: one.dataType for one in kind.fields}
     return types
+
+
+def _require_casts(
+    session: SparkSession, columns: Sequence[RecordColumn], types: Mapping[str, DataType]
+) -> None:
+    """Raise ConfigurationError if Spark does not cast a field to the type of its column.
+
+    `types` has the types of the fields by name. Structs, lists and maps are not checked.
+    """
+    for column in columns:
+        for name in column.fields:
+            source = types.get(name)
+            if source is None or isinstance(source, NESTED_TYPES) or column.kind.startswith(_NESTED_TYPES):
+                continue
+            if not _is_cast_allowed(session, source, column.kind):
+                raise ConfigurationError(
+                    f"Column {column.name} has type {column.kind}, but field {name} has type"
+                    f" {source.simpleString()}, which Spark does not cast to it.",
+                    hint="Give the column another type, or decode the values with Decoded.",
+                    reason="cast_unsupported",
+                    subject=column.name,
+                )
+
+
+_allowed_casts: dict[tuple[str, str], bool] = {}
+
+
+def _is_cast_allowed(session: SparkSession, source: DataType, kind: str) -> bool:
+    """Return whether Spark casts values of a type to a type that is not a struct, list or map.
+
+    Costs a request to Spark for the first use of two types.
+    """
+    if kind == "string" or isinstance(source, NullType | StringType):
+        return True
+    types = source.simpleString(), kind
+    if types not in _allowed_casts:
+        typed_null = F.lit(None).cast(source)
+        try:
+            _ = session.range(0).select(_try_cast(typed_null, kind)).schema
+            _allowed_casts[types] = True
+        except AnalysisException:
+            _allowed_casts[types] = False
+    return _allowed_casts[types]
 
 
 def _try_cast(value: Expression, kind: str) -> Expression:

@@ -15,9 +15,10 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 from branchlake_dagster.ingest.spark_expressions import any_of, split_outer_type
 from branchlake_dagster.spark.session import quote_spark_name
 
-CastValue = Callable[[Expression, str], Expression]
-"""Casts a value that is not a struct, list or map to a type; null if it does not fit."""
-_NESTED = (StructType, ArrayType, MapType)
+CastValue = Callable[[Expression, DataType, str], Expression]
+"""Casts a value of a Spark type to a type that is not a struct, list or map; null if it does not fit."""
+NESTED_TYPES = (StructType, ArrayType, MapType)
+"""The types whose values have parts."""
 
 
 def cast_nested(value: Expression, source: DataType, kind: str, cast_value: CastValue) -> Expression:
@@ -54,9 +55,9 @@ def cast_nested(value: Expression, source: DataType, kind: str, cast_value: Cast
             F.size(F.array_distinct(keys)) == F.size(keys)
         )
         return F.when(are_keys, F.map_from_arrays(keys, items))
-    if (isinstance(source, _NESTED) and outer != "string") or parts:
+    if (isinstance(source, NESTED_TYPES) and outer != "string") or parts:
         return F.lit(None).cast(kind)
-    return cast_value(value, kind)
+    return cast_value(value, source, kind)
 
 
 def lost_part(value: Expression, source: DataType, kind: str, cast_value: CastValue) -> Expression:

@@ -26,6 +26,7 @@ from branchlake_dagster.ingest.declaration import (
 from branchlake_dagster.ingest.formats import REASON_SUFFIX, Format, Json
 from branchlake_dagster.ingest.offsets import Offsets
 from branchlake_dagster.ingest.spark_expressions import (
+    RecordColumn,
     any_of,
     bind_value,
     build_case,
@@ -418,7 +419,7 @@ class PreparedRecords:
         widening = "widen" in self._ingest.evolve
         columns = [column.wider for column in target.columns] if widening else list(target.columns)
         is_deletion = None if self._ingest.envelope is None else deleted
-        frame = self._record_format.convert_rows(frame, row, columns, is_deletion)
+        frame = self._convert_rows(frame, row, target, columns, is_deletion)
         if self._can_move_rows(target):
             frame = self._with_moved_keys(frame, row, target)
         reason = F.col(f"{row}{REASON_SUFFIX}")
@@ -479,6 +480,21 @@ class PreparedRecords:
         declaration = target.declaration
         return declaration is not None and declaration.mode == "changes" and self._ingest.envelope is not None
 
+    def _convert_rows(
+        self,
+        frame: DataFrame,
+        row: str,
+        target: Target,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None,
+    ) -> DataFrame:
+        """Convert the rows of a target as `Format.convert_rows` does. Its errors name the table."""
+        try:
+            return self._record_format.convert_rows(frame, row, columns, is_deletion)
+        except ConfigurationError as error:
+            error.table = error.table or target.name
+            raise
+
     def _with_moved_keys(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
         """Add the column `<row>_moved`: a struct of the keys that the row had before an update.
 
@@ -487,7 +503,7 @@ class PreparedRecords:
         assert target.declaration is not None  # noqa: S101 - as above
         before, keys = f"{row}_before", {*target.declaration.keys}
         columns = [column for column in target.columns if column.name in keys]
-        frame = self._record_format.convert_rows(frame, before, columns, F.lit(True))
+        frame = self._convert_rows(frame, before, target, columns, F.lit(True))
         old, new = F.col(before), F.col(row)
         has_old_keys = [old.getField(column.name).isNotNull() for column in columns]
         has_other_keys = any_of(old.getField(column.name) != new.getField(column.name) for column in columns)

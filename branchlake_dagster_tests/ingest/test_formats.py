@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -103,6 +104,19 @@ def test_avro_plain_and_with_a_registry(driving: Driving, kafka: Broker, namespa
         (2, "format", b"\x02"),
         (3, "format", b""),
     ]
+    # Spark does not cast bytes to numbers.
+    with_bytes = {**FIRST, "fields": [{"name": "id", "type": "bytes"}]}
+    drive.ingest = replace(drive.ingest, format=Avro(json.dumps(with_bytes)))
+    kafka.send(plain, [b"\x02a"])
+    with raising(
+        ConfigurationError,
+        "bigint",
+        "binary",
+        table=f"{namespace}.plain",
+        reason="cast_unsupported",
+        subject="id",
+    ):
+        drive.batch(publish=False)
 
     status: list[int] = []
     versions: dict[int, tuple[int, Any]] = {1: (7, FIRST)}
@@ -149,12 +163,28 @@ def test_avro_plain_and_with_a_registry(driving: Driving, kafka: Broker, namespa
         inner = {"type": "record", "name": "Inner", "fields": FIRST["fields"]}
         versions[3] = (10, {"type": "record", "name": "Order", "fields": [{"name": "id", "type": inner}]})
         versions[4] = (11, "string")
-        kafka.send(framed, [_framed(10, _order(1)), _framed(11, _long(0)), _framed(7, _order(4, "a"))])
+        # Versions that Spark cannot read, or does not cast to the columns.
+        link = {"name": "next", "type": ["null", "Order"]}
+        same_names = [{"name": "id", "type": "long"}, {"name": "ID", "type": "long"}]
+        bytes_as_id = [{"name": "id", "type": "bytes"}, FIRST["fields"][1]]
+        versions[5] = (12, {**FIRST, "fields": [*FIRST["fields"], link]})
+        versions[6] = (13, {**FIRST, "fields": same_names})
+        versions[7] = (14, {**FIRST, "fields": bytes_as_id})
+        records = [_framed(10, _order(1)), _framed(11, _long(0)), _framed(7, _order(4, "a"))]
+        records += [
+            _framed(12, _order(1) + b"\x00"),
+            _framed(13, _long(1) * 2),
+            _framed(14, b"\x02x\x02\x02a"),
+        ]
+        kafka.send(framed, records)
         drive.batch()
         assert [row["id"] for row in drive.rows(0, "at")] == [1, 2, 3, 4]
         assert [(row["offset"], row["error_kind"]) for row in drive.dead()[7:]] == [
             (10, "route"),
             (11, "schema"),
+            (13, "schema"),
+            (14, "schema"),
+            (15, "conversion"),
         ]
         status.append(503)
         kafka.send(framed, [_framed(7, _order(9, "a"))])
