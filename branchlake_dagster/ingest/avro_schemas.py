@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 _NAMED = frozenset({"record", "error", "enum", "fixed"})
 _PART_KEYS = ("items", "values")
+MAX_DECIMAL_DIGITS = 38
+"""The longest precision of Spark's decimals."""
 
 
 def describe_unreadable(schema: str) -> str | None:
     """Return a sentence about why Spark cannot read values of an Avro schema in JSON; None if it can.
 
-    Spark has no types for records that contain themselves, and does not distinguish fields by case. Types
-    that the schema does not define are unknown to it, such as references to other subjects of a registry.
+    Spark has no types for records that contain themselves and for decimals with more than 38 digits, and does
+    not distinguish fields by case. Types that the schema does not define are unknown to it, such as
+    references to other subjects of a registry. It refuses names with characters that Avro does not allow.
     """
     try:
         parsed_schema = json.loads(schema)
@@ -61,6 +65,32 @@ def _full_name(avro_type: dict[str, Any], namespace: str) -> tuple[str, str]:
     return f"{inner_namespace}.{name}" if inner_namespace else name, inner_namespace
 
 
+def is_decimal(avro_type: Mapping[str, Any]) -> bool:
+    """Return whether a type that is written as an object is a valid decimal.
+
+    Avro takes an invalid decimal for its bytes.
+    """
+    precision, scale = avro_type.get("precision"), avro_type.get("scale", 0)
+    return (
+        avro_type.get("logicalType") == "decimal"
+        and isinstance(precision, int)
+        and isinstance(scale, int)
+        and 0 <= scale <= precision
+        and 0 < precision <= max_fixed_digits(avro_type.get("size"))
+    )
+
+
+def max_fixed_digits(size: int | None) -> float:
+    """Return the largest precision of a decimal in a fixed type of `size` bytes; infinite for other bytes."""
+    return math.inf if size is None else int((8 * size - 1) * math.log10(2))
+
+
+def _iter_invalid_names(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if not name.replace("_", "a").isalnum() or name[0].isdigit():
+            yield f"Avro does not allow the name {name!r}."
+
+
 class _Reading:
     """Walks through a schema as Spark does when it converts the schema to a type of its own."""
 
@@ -77,12 +107,16 @@ class _Reading:
             yield from self._iter_problems_of_name(avro_type, namespace, open_names)
         elif not isinstance(avro_type["type"], str):
             yield from self.iter_problems(avro_type["type"], namespace, open_names)
+        elif is_decimal(avro_type) and avro_type["precision"] > MAX_DECIMAL_DIGITS:
+            yield f"A decimal has {avro_type['precision']} digits. Spark reads at most {MAX_DECIMAL_DIGITS}."
         elif avro_type["type"] in ("record", "error"):
             yield from self._iter_problems_of_record(avro_type, namespace, open_names)
         elif avro_type["type"] in ("array", "map"):
             for part in _iter_parts(avro_type):
                 yield from self.iter_problems(part, namespace, open_names)
-        elif avro_type["type"] not in ("enum", "fixed"):
+        elif avro_type["type"] in ("enum", "fixed"):
+            yield from _iter_invalid_names([*avro_type["name"].split("."), *avro_type.get("symbols", ())])
+        else:
             yield from self._iter_problems_of_name(avro_type["type"], namespace, open_names)
 
     def _iter_problems_of_name(self, name: str, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
@@ -105,6 +139,7 @@ class _Reading:
         same_names = [one["name"] for one in avro_type["fields"] if folded_names[one["name"].casefold()] > 1]
         if same_names:
             yield f"Fields of record {name} have the same name in another case: {', '.join(same_names)}."
+        yield from _iter_invalid_names([*name.split("."), *(one["name"] for one in avro_type["fields"])])
         for part in _iter_parts(avro_type):
             yield from self.iter_problems(part, inner_namespace, (*open_names, name))
         self._readable_names.add(name)

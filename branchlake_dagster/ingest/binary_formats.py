@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -19,7 +18,12 @@ from pyspark.sql.types import DataType
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
-from branchlake_dagster.ingest.avro_schemas import describe_unreadable
+from branchlake_dagster.ingest.avro_schemas import (
+    MAX_DECIMAL_DIGITS,
+    describe_unreadable,
+    is_decimal,
+    max_fixed_digits,
+)
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.formats import (
     REASON_SUFFIX,
@@ -38,7 +42,6 @@ _TYPE_KEYS = ("type", "fields", "items", "values")
 """The keys of an Avro schema under which types are nested."""
 _LONG_DIGITS = 18
 """The longest precision of decimals that Spark stores in 64 bits."""
-_MAX_DECIMAL_DIGITS, _MAX_DECIMAL_BYTES = 38, 16
 
 
 @dataclass(frozen=True)
@@ -359,15 +362,13 @@ def _with_long_decimals(avro_type: Any) -> Any:
         return [_with_long_decimals(one) for one in avro_type]
     if not isinstance(avro_type, dict):
         return avro_type
-    precision = avro_type.get("precision")
-    if avro_type.get("logicalType") != "decimal" or not isinstance(precision, int):
+    if not is_decimal(avro_type):
         return {
             key: _with_long_decimals(part) if key in _TYPE_KEYS else part for key, part in avro_type.items()
         }
-    # The precision of a fixed value is limited by its size. Up to eight bytes fit Spark's 64 bits.
-    size = avro_type.get("size", _MAX_DECIMAL_BYTES)
-    max_digits = min(_MAX_DECIMAL_DIGITS, int((8 * size - 1) * math.log10(2)))
-    is_short = precision <= _LONG_DIGITS and max_digits > _LONG_DIGITS
+    # Up to eight bytes fit Spark's 64 bits.
+    max_digits = min(MAX_DECIMAL_DIGITS, max_fixed_digits(avro_type.get("size")))
+    is_short = avro_type["precision"] <= _LONG_DIGITS and max_digits > _LONG_DIGITS
     return {**avro_type, "precision": max_digits} if is_short else avro_type
 
 

@@ -26,6 +26,8 @@ READABLE = [
     _record("R", {"type": {"type": "enum", "name": "E", "symbols": ["A"]}}, "E"),
     _record("R", {"type": "fixed", "name": "F", "size": 4}, "F"),
     _record("R", _record("Other", "Inner"), INNER),
+    _record("a.R_1", {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 6}),
+    _record("R", {"type": "fixed", "name": "F", "size": 16, "logicalType": "decimal", "precision": 50}),
 ]
 UNREADABLE = [
     _record("R", ["null", "R"]),
@@ -34,6 +36,11 @@ UNREADABLE = [
     _record("R", ["null", _record("A", ["null", _record("B", ["null", "A"])])]),
     _record("R", "Missing"),
     _record("R", {"type": "Missing"}),
+    _record("R", {"type": "bytes", "logicalType": "decimal", "precision": 50}),
+    _record("R", {"type": "fixed", "name": "F", "size": 32, "logicalType": "decimal", "precision": 50}),
+    _record("R", {"type": "enum", "name": "E", "symbols": ["a-b"]}),
+    _record("a-b.R", "int"),
+    {"type": "record", "name": "R", "fields": [{"name": "a.b", "type": "int"}]},
     {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}, {"name": "A", "type": "int"}]},
     _record("R", {"type": "array", "items": {**_record("I"), "fields": [{"name": "ä", "type": "int"}] * 2}}),
 ]
@@ -63,7 +70,7 @@ def _answers(schemas: dict[int, dict[str, Any]]) -> RegistryAvro:
 
 
 def test_only_readable_versions_are_read() -> None:
-    reading = _answers({7: READABLE[0], 8: UNREADABLE[0], 9: UNREADABLE[6]})
+    reading = _answers({7: READABLE[0], 8: UNREADABLE[0], 9: UNREADABLE[-1]})
     assert reading.schema_field_names(has_envelope=False) == ["f0", "f1", "f2"]
 
 
