@@ -85,6 +85,28 @@ def max_fixed_digits(size: int | None) -> float:
     return math.inf if size is None else int((8 * size - 1) * math.log10(2))
 
 
+def find_field_record(schema: Any, field_name: str) -> Any:
+    """Return the record type of a field of a record schema. The field may be a union of null and a record.
+
+    The record may be defined elsewhere in the schema, as `after` of Debezium names the type of `before`.
+    Raises KeyError if the field does not exist or is not a record, and TypeError if the schema is not one.
+    """
+    namespace, definitions = _full_name(schema, "")[1], dict(_iter_definitions(schema, ""))
+    field_type = {field["name"]: field["type"] for field in schema["fields"]}[field_name]
+    for branch in field_type if isinstance(field_type, list) else [field_type]:
+        full_name = _find_name(branch, namespace, definitions) if isinstance(branch, str) else None
+        kind = branch if full_name is None else definitions[full_name][0]
+        if isinstance(kind, dict) and "fields" in kind:
+            return kind
+    raise KeyError(field_name)
+
+
+def _find_name(name: str, namespace: str, definitions: Mapping[str, Any]) -> str | None:
+    """Return the full name of the type that is called `name` in a namespace; None without a definition."""
+    qualified = f"{namespace}.{name}" if namespace and "." not in name else name
+    return next((one for one in (qualified, name) if one in definitions), None)
+
+
 def _iter_invalid_names(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if not name.replace("_", "a").isalnum() or name[0].isdigit():
@@ -122,8 +144,7 @@ class _Reading:
     def _iter_problems_of_name(self, name: str, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
         if name in _PRIMITIVES:
             return
-        qualified = f"{namespace}.{name}" if namespace and "." not in name else name
-        full_name = next((one for one in (qualified, name) if one in self._definitions), None)
+        full_name = _find_name(name, namespace, self._definitions)
         if full_name is None:
             yield f"It does not define type {name}."
         elif full_name in open_names:

@@ -21,6 +21,7 @@ from branchlake_dagster.extras import require_modules
 from branchlake_dagster.ingest.avro_schemas import (
     MAX_DECIMAL_DIGITS,
     describe_unreadable,
+    find_field_record,
     is_decimal,
     max_fixed_digits,
 )
@@ -96,7 +97,7 @@ class Avro:
     def row_json(self, is_deletion: Expression | None) -> None:
         """Return None, because a row of a format with a schema is not available as JSON."""
 
-    def value_struct(self) -> Expression:
+    def value_struct(self, *, has_envelope: bool) -> Expression:  # noqa: ARG002 - part of the interface
         """Return the decoded record, which is null for a value that is not Avro of the schema."""
         return F.col("__avro")
 
@@ -179,14 +180,14 @@ class RegistryAvro:
         The reason has the kind `format` without a valid frame or value, `schema` for an unknown schema id or
         a schema that Spark cannot read, or `conversion` if a cast failed.
         """
+        rows_by_schema, problems = self._select_rows(is_deletion)
         schemas = self._schemas_by_id()
-        for schema_id, schema in schemas.items():
-            source, names = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
+        for schema_id, (source, names) in rows_by_schema.items():
             unread = (
                 F.col(f"__avro_{schema_id}").isNull(),
                 build_reason("format", "The value is not Avro of its schema."),
             )
-            schema_text = _row_schema_text(schema, is_deletion)
+            schema_text = _row_schema_text(schemas[schema_id], is_deletion)
             frame = convert_struct_rows(
                 frame,
                 f"{row_column}_{schema_id}",
@@ -197,7 +198,7 @@ class RegistryAvro:
                 schema_text,
                 is_only_schema=False,
             )
-        schema_conditions = [(F.col("__schema") == one, one) for one in schemas]
+        schema_conditions = [(F.col("__schema") == one, one) for one in rows_by_schema]
         null_row = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
         rows = build_case(
             [(which, F.col(f"{row_column}_{one}")) for which, one in schema_conditions], null_row
@@ -214,13 +215,36 @@ class RegistryAvro:
                 *((which, F.col(f"{row_column}_{one}{REASON_SUFFIX}")) for which, one in schema_conditions),
                 *(
                     (F.col("__schema") == one, build_reason("schema", F.lit(problem)))
-                    for one, problem in self._unreadable_versions().items()
+                    for one, problem in problems.items()
                 ),
             ],
             build_reason("schema", unknown_schema),
         )
         result = frame.withColumn(row_column, rows).withColumn(f"{row_column}{REASON_SUFFIX}", reasons)
-        return result.drop(*(f"{row_column}_{one}{end}" for one in schemas for end in ("", REASON_SUFFIX)))
+        return result.drop(
+            *(f"{row_column}_{one}{end}" for one in rows_by_schema for end in ("", REASON_SUFFIX))
+        )
+
+    def _select_rows(
+        self, is_deletion: Expression | None
+    ) -> tuple[Mapping[int, tuple[Expression, list[str]]], Mapping[int, str]]:
+        """Return the row and its field names by schema id, and why other schemas have no rows.
+
+        `is_deletion` is the condition of a deletion in an envelope, or None without an envelope. Raises
+        ConfigurationError if no schema has the envelope.
+        """
+        rows: dict[int, tuple[Expression, list[str]]] = {}
+        problems = dict(self._unreadable_versions())
+        refusal: ConfigurationError | None = None
+        for schema_id, schema in self._schemas_by_id().items():
+            try:
+                rows[schema_id] = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
+            except ConfigurationError as error:
+                refusal = error
+                problems[schema_id] = f"Schema {schema_id} has no rows. {error.message}"
+        if refusal is not None and not rows:
+            raise refusal
+        return rows, problems
 
     def field_text(self, field: str) -> Expression:
         """Return a field as text; null if the record's schema does not have it.
@@ -239,17 +263,40 @@ class RegistryAvro:
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of the newest schema, that with the greatest id.
 
-        With `has_envelope` these are the fields of its field `after`. Returns [] without any schema.
+        With `has_envelope` these are the fields of `after` in the newest schema with that field. Returns []
+        without any schema.
         """
         schemas = self._schemas_by_id()
-        return avro_field_names(schemas[max(schemas)], "after" if has_envelope else None) if schemas else []
+        newest = self._find_newest(has_envelope=has_envelope)
+        return [] if newest is None else avro_field_names(schemas[newest], "after" if has_envelope else None)
+
+    def _find_newest(self, *, has_envelope: bool) -> int | None:
+        """Return the greatest schema id, with `has_envelope` of the schemas that have the envelope.
+
+        Returns None without any schema. Raises ConfigurationError if no schema has the envelope.
+        """
+        refusal: ConfigurationError | None = None
+        for schema_id, schema in sorted(self._schemas_by_id().items(), reverse=True):
+            try:
+                if has_envelope:
+                    avro_field_names(schema, "after")
+            except ConfigurationError as error:
+                refusal = error
+            else:
+                return schema_id
+        if refusal is not None:
+            raise refusal
+        return None
 
     def row_json(self, is_deletion: Expression | None) -> None:
         """Return None, because a row of a format with schemas is not available as JSON."""
 
-    def value_struct(self) -> Expression:
-        """Return the decoded record, for records of the newest schema; null for all others."""
-        return F.col(f"__avro_{max(self._schemas_by_id())}")
+    def value_struct(self, *, has_envelope: bool) -> Expression:
+        """Return the decoded record, for records of the newest schema; null for all others.
+
+        With `has_envelope` it is the newest schema that has the envelope.
+        """
+        return F.col(f"__avro_{self._find_newest(has_envelope=has_envelope)}")
 
 
 def _divide_readable(schemas: Mapping[int, str]) -> tuple[Mapping[int, str], Mapping[int, str]]:
@@ -293,22 +340,13 @@ def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
     try:
         parsed_schema: Any = json.loads(schema)
         if record_field is not None:
-            parsed_schema = _record_type(
-                next(one["type"] for one in parsed_schema["fields"] if one["name"] == record_field)
-            )
+            parsed_schema = find_field_record(parsed_schema, record_field)
         return [str(one["name"]) for one in parsed_schema["fields"]]
-    except (ValueError, TypeError, KeyError, StopIteration) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             "The Avro schema of the values is not a record in JSON, or lacks a field of the envelope.",
             hint='Write it as {"type": "record", "name": …, "fields": […]}.',
         ) from error
-
-
-def _record_type(avro_type: Any) -> Any:
-    """Return the record type of a type that may be a union with null."""
-    return (
-        next(one for one in avro_type if isinstance(one, dict)) if isinstance(avro_type, list) else avro_type
-    )
 
 
 def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: str) -> DataFrame:
@@ -381,7 +419,14 @@ def _select_row(
 ) -> tuple[Expression, list[str]]:
     if is_deletion is None:
         return source, avro_field_names(schema)
-    return row_in_envelope(source, is_deletion), avro_field_names(schema, "after")
+    names = avro_field_names(schema, "after")
+    if names != avro_field_names(schema, "before"):
+        raise ConfigurationError(
+            "The fields before and after of the Avro schema are different records.",
+            hint="Remove envelope from the Ingest unless the values are Debezium's.",
+            reason="envelope_differs",
+        )
+    return row_in_envelope(source, is_deletion), names
 
 
 def _row_schema_text(schema: str, is_deletion: Expression | None) -> str:

@@ -92,8 +92,11 @@ class Format(Protocol):
         For `is_deletion` see `convert_rows`.
         """
 
-    def value_struct(self) -> Expression:
-        """Return the expression of the whole value as a struct. Only a format with a schema has this."""
+    def value_struct(self, *, has_envelope: bool) -> Expression:
+        """Return the expression of the whole value as a struct. Only a format with a schema has this.
+
+        With `has_envelope` the struct has the field `after`.
+        """
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,7 @@ class Json:
     def schema_field_names(self, *, has_envelope: bool) -> None:
         """Return None, because JSON has no schema."""
 
-    def value_struct(self) -> Expression:
+    def value_struct(self, *, has_envelope: bool) -> Expression:
         """Raise NotImplementedError, because JSON has no schema."""
         raise NotImplementedError
 
@@ -714,7 +717,7 @@ class Decoded:
     def row_json(self, is_deletion: Expression | None) -> None:
         """Return None, because a row of a format with a schema is not available as JSON."""
 
-    def value_struct(self) -> Expression:
+    def value_struct(self, *, has_envelope: bool) -> Expression:  # noqa: ARG002 - part of the interface
         """Return the decoded struct, which is null for a value that was not decoded."""
         return F.col("__decoded")
 

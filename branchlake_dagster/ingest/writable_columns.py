@@ -200,7 +200,7 @@ def infer_field_types(
 
 
 def _schema_row_type(frame: DataFrame, record_format: Format, has_envelope: bool) -> StructType:
-    source = record_format.value_struct()
+    source = record_format.value_struct(has_envelope=has_envelope)
     kind = (
         frame.select((source.getField("after") if has_envelope else source).alias("row"))
         .schema["row"]

@@ -9,7 +9,7 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.avro_schemas import describe_unreadable
-from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro
+from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, avro_field_names
 
 
 def _record(name: str, *types: Any, **more: Any) -> dict[str, Any]:
@@ -77,3 +77,32 @@ def test_only_readable_versions_are_read() -> None:
 def test_a_subject_without_readable_versions_is_refused() -> None:
     with pytest.raises(ConfigurationError):
         _answers({8: UNREADABLE[0]}).schema_field_names(has_envelope=False)
+
+
+VALUE = _record("Value", "long", ["null", "string"])
+ENVELOPES = [
+    _record("Envelope", namespace="s.orders")
+    | {
+        "fields": [
+            {"name": "before", "type": ["null", VALUE], "default": None},
+            {"name": "after", "type": ["null", after], "default": None},
+            {"name": "op", "type": "string"},
+        ]
+    }
+    for after in ("Value", "s.orders.Value", {**VALUE, "name": "Other"})
+]
+
+
+@pytest.mark.parametrize("schema", ENVELOPES, ids=["name", "full_name", "definition"])
+def test_the_row_of_an_envelope_may_be_named(schema: dict[str, Any]) -> None:
+    """Debezium defines the row in `before`, and names it in `after`."""
+    reading = Avro(json.dumps(schema))
+    assert reading.schema_field_names(has_envelope=True) == ["f0", "f1"]
+
+
+@pytest.mark.parametrize("kind", ["long", ["null", "string"], "Missing", ["null", "Kind"]])
+def test_a_field_that_is_not_a_record_has_no_row(kind: Any) -> None:
+    enum = {"name": "k", "type": {"type": "enum", "name": "Kind", "symbols": ["A"]}}
+    schema = json.dumps({"type": "record", "name": "R", "fields": [enum, {"name": "after", "type": kind}]})
+    with pytest.raises(ConfigurationError):
+        avro_field_names(schema, "after")

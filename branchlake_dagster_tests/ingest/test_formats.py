@@ -479,3 +479,39 @@ def test_tables_get_the_new_fields_of_a_schema(driving: Driving, kafka: Broker, 
         {"id": 1, "more": "x", "deep": None},
         {"id": 2, "more": None, "deep": {"n": 1}},
     ]
+
+
+def test_debezium_s_envelopes_in_avro(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """Debezium defines the row in `before`, and names it in `after`. Other versions have no envelope."""
+    value = {**FIRST, "name": "Value"}
+    fields = [
+        {"name": "before", "type": ["null", value]},
+        {"name": "after", "type": ["null", "Value"]},
+        {"name": "op", "type": "string"},
+    ]
+    envelope = {"type": "record", "name": "Envelope", "namespace": "s.orders", "fields": fields}
+
+    def event(op: bytes, before: bytes | None, after: bytes | None) -> bytes:
+        rows = [b"\x00" if row is None else b"\x02" + row for row in (before, after)]
+        return _framed(7, b"".join([*rows, _long(1), op]))
+
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"}, mode="changes", keys=["id"])
+    versions: dict[int, tuple[int, Any]] = {1: (7, envelope), 2: (8, FIRST)}
+    with registry(f"{topic}-value", versions, []) as url:
+        drive = driving(
+            Ingest(
+                name=namespace,
+                topics=[topic],
+                tables=[table],
+                format=RegistryAvro(url, f"{topic}-value"),
+                envelope="debezium",
+                evolve=["add"],
+            )
+        )
+        records = [event(b"c", None, _order(number, "a")) for number in (1, 2, 3)]
+        records += [event(b"u", _order(1, "a"), _order(4, "b")), event(b"d", _order(2), None)]
+        kafka.send(topic, [*records, _framed(8, _order(5))])
+        drive.batch()
+    assert drive.rows(0, "id") == [{"id": 3, "site": "a"}, {"id": 4, "site": "b"}]
+    assert [letter["offset"] for letter in drive.dead()] == [5]
