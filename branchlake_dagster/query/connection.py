@@ -355,6 +355,8 @@ def _open_duckdb() -> DuckDBPyConnection:
 def _run_duckdb(call: Callable[[], T], datasets: Sequence[IcebergDataset] = ()) -> T:
     import duckdb
 
+    for dataset in datasets:
+        dataset.damaged = None
     with _wrap_errors(datasets, duckdb.Error):
         return call()
 
@@ -362,8 +364,6 @@ def _run_duckdb(call: Callable[[], T], datasets: Sequence[IcebergDataset] = ()) 
 @contextmanager
 def _wrap_errors(datasets: Sequence[IcebergDataset], *kinds: type[Exception]) -> Iterator[None]:
     """Raise QueryFailed for an error of these `kinds`, or StoredFileDamaged if a dataset has met it."""
-    for dataset in datasets:
-        dataset.damaged = None
     try:
         yield
     except kinds as error:
@@ -385,6 +385,7 @@ def _stream_batches(
     reader = _run_duckdb(lambda: relation.to_arrow_reader(rows), datasets)
 
     def batches() -> Iterator[pa.RecordBatch]:
+        # A thread of DuckDB may have met a damaged file before the first batch is requested.
         with _wrap_errors(datasets, pa.ArrowException, OSError):
             yield from reader
 

@@ -1,10 +1,13 @@
 """An input with a damaged data file: the error names the file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import dagster as dg
+import duckdb
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -16,6 +19,7 @@ from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.errors import StoredFileDamaged
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, QueryResult
+from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 
@@ -118,6 +122,48 @@ def test_queries_name_the_damaged_file(
             with pytest.raises(StoredFileDamaged) as caught:
                 read(result)
             assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end], indirect=True)
+def test_a_stream_names_a_file_that_duckdb_has_read_ahead(
+    lakehouse: Lakehouse, namespace: str, damaged: Path
+) -> None:
+    """DuckDB may read the files in a thread of its own before the first batch is taken from the stream."""
+    dataset = IcebergDataset(lakehouse.catalog().load_table((namespace, "t")))
+
+    def read_ahead(_: int) -> pa.RecordBatchReader:
+        with pytest.raises(StoredFileDamaged):
+            dataset.scanner().to_reader().read_all()
+        return pa.RecordBatchReader.from_batches(dataset.schema, refuse())
+
+    def refuse() -> Iterator[pa.RecordBatch]:
+        yield from dataset.schema.empty_table().to_batches()
+        raise OSError("Error executing a query")
+
+    relation: Any = SimpleNamespace(to_arrow_reader=read_ahead)
+    state: Any = None
+    with duckdb.connect() as connection, QueryResult(relation, connection, state, [dataset]) as result:
+        stream = result.batches()
+        with pytest.raises(StoredFileDamaged) as caught:
+            stream.read_all()
+        assert urlsplit(caught.value.file).path == str(damaged)
+
+
+def test_a_stream_names_a_damaged_file_after_many_rows(lakehouse: Lakehouse, namespace: str) -> None:
+    catalog = lakehouse.catalog()
+    catalog.create_namespace(namespace)
+    content = pa.table({"n": pa.array(range(20_000)), "s": [f"text {one}" for one in range(20_000)]})
+    table = catalog.create_table((namespace, "t"), content.schema)
+    for _ in range(2):
+        table.append(content)
+    _, second = table.scan().plan_files()
+    file = Path(urlsplit(second.file.file_path).path)
+    file.write_bytes(without_end(file.read_bytes()))
+    with LakeReader(lakehouse).sql(f"SELECT * FROM {namespace}.t WHERE n > 3") as result:
+        for _ in range(5):
+            with pytest.raises(StoredFileDamaged) as caught:
+                result.batches(100).read_all()
+            assert urlsplit(caught.value.file).path == str(file)
 
 
 @pytest.mark.parametrize("damaged", [without_end], indirect=True)
