@@ -461,16 +461,27 @@ class Consumer:
         columns = {name: self.column_of_input(key, name) for name in self.spec.columns_by_dimension}
         return {name: column for name, column in columns.items() if column in column_names}
 
-    def deciding_column_ids(self, key: AssetKey, table: Table) -> tuple[tuple[str, int], ...]:
-        """Return the names and field ids of the input columns that decide what has changed, sorted by name.
+    def deciding_columns(self, key: AssetKey) -> frozenset[str]:
+        """Return the names of the input columns that decide what has changed. The input may lack some.
 
-        These are the columns of `require_columns`, and the keys by which an upsert finds the results of
-        removed rows. Columns that the input lacks are left out.
+        These are key and range columns, the partition columns of an asset whose partitions have positions of
+        their own, and the keys by which an upsert finds the results of removed rows.
         """
-        required, optional = _deciding_columns(self, key)
-        names = {*required, *optional}
-        if self.declaration.inputs[key] == "rows" and self.when_removed == "apply":
+        declaration, pattern = self.declaration, self.declaration.inputs[key]
+        names: set[str] = set()
+        if pattern == "keys":
+            names |= {*declaration.key_columns_of(key)}
+        if pattern == "range" and (range_column := declaration.range_column_of(key)):
+            names.add(range_column)
+        if pattern == "rows" and self.when_removed == "apply":
             names |= {*self.spec.keys}
+        if self.tracks_partitions:
+            names |= {self.column_of_input(key, dimension) for dimension in self.spec.columns_by_dimension}
+        return frozenset(names)
+
+    def deciding_column_ids(self, key: AssetKey, table: Table) -> tuple[tuple[str, int], ...]:
+        """Return the names and field ids of the `deciding_columns` that the input has, sorted by name."""
+        names = self.deciding_columns(key)
         return tuple(
             sorted((field.name, field.field_id) for field in table.schema().fields if field.name in names)
         )
@@ -501,7 +512,7 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     if the input once had it: an input that never had it lacks it by design, and its rows belong to all
     partitions.
     """
-    required, optional = _deciding_columns(consumer, key)
+    required, optional = _needed_columns(consumer, key)
     column_names = {field.name for field in table.schema().fields}
     for column in (*required, *optional):
         if column in column_names:
@@ -515,8 +526,8 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
         )
 
 
-def _deciding_columns(consumer: Consumer, key: AssetKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the columns by which the consumer finds changes of an input: required ones, and the others."""
+def _needed_columns(consumer: Consumer, key: AssetKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns that `require_columns` examines: required ones, and the others."""
     declaration = consumer.declaration
     pattern = declaration.inputs[key]
     required = declaration.key_columns_of(key) if pattern == "keys" else ()

@@ -11,10 +11,10 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumer_backlog, consumes, table_metadata
+from branchlake_dagster import consumer_backlog, consumes, rows, table_metadata
 from branchlake_dagster.history.capture import snapshots_since
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
-from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import LakeProperty
@@ -74,7 +74,7 @@ def totals_of(orders: Source, namespace: str, when_lost: str = "rebuild") -> dg.
 
 
 def copies_of(
-    orders: Source, namespace: str, pattern: str, *, partitioned: bool = False, write: Any = None, **how: Any
+    orders: Source, namespace: str, pattern: Any, *, partitioned: bool = False, write: Any = None, **how: Any
 ) -> dg.AssetsDefinition:
     by = {"partition_by": "at"} if partitioned else {}
 
@@ -195,8 +195,8 @@ def test_ranges_are_computed_anew_if_their_column_was_replaced(
         replace_column(p, orders, "at")
         orders.append(p, ("b", 2, at(2)))
         published(p, copies)
-        rows = [tuple(row.values()) for row in p.rows(*copies.key.path)]
-        assert sorted(rows, key=itemgetter(1)) == [(None, "a", 1), (at(2), "b", 2)]
+        stored = [tuple(row.values()) for row in p.rows(*copies.key.path)]
+        assert sorted(stored, key=itemgetter(1)) == [(None, "a", 1), (at(2), "b", 2)]
 
 
 def test_an_upsert_of_rows_is_computed_anew_if_its_key_column_was_replaced(
@@ -229,3 +229,19 @@ def test_appended_rows_stay_if_another_column_was_replaced(
         orders.append(p, (at(2), 2, "b"))
         published(p, copies)
         assert values(p, copies) == [(at(1), "a", 1), (at(2), "b", 2)]
+
+
+@pytest.mark.parametrize("partition_by", ["account", {"x": "account"}], ids=["column", "dimension"])
+@pytest.mark.parametrize("on", [None, "account"])
+def test_a_partition_column_of_a_table_without_partitions_of_its_asset_decides_nothing(
+    lakehouse: Lakehouse, namespace: str, orders: Source, partition_by: Any, on: str | None
+) -> None:
+    write = {"write_mode": "append", "partition_by": partition_by}
+    copies = copies_of(orders, namespace, rows(on=on), write=write)
+    with project(lakehouse, orders.asset, copies) as p:
+        lake = LakehouseResource.from_settings(p.lake.settings)
+        orders.append(p, (at(1), "a", 1))
+        published(p, copies)
+        assert not recorded_input(p, copies).column_ids
+        replace_column(p, orders, "account")
+        assert consumer_backlog(copies, lake) == Unconsumed()
