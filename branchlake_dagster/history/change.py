@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -32,6 +32,10 @@ class Position:
     snapshot_id: int | None
     unpublished_snapshots: tuple[int, ...] = ()
     column_ids: tuple[tuple[str, int], ...] = ()
+
+    def with_columns(self, names: Collection[str]) -> Position:
+        """Return the position with the ids of these columns only."""
+        return replace(self, column_ids=tuple(pair for pair in self.column_ids if pair[0] in names))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the position as a value for JSON."""

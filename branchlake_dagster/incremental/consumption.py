@@ -108,7 +108,7 @@ class Consumption:
 
         Optional inputs without a table are left out. Raises TableMissing if a required input has no table, if
         an optional input has lost the table that was consumed before (except in a rebuild), or if no input
-        has a table.
+        has a table. Raises the errors of `positions`.
         """
         declaration = self.consumer.declaration
         upstreams: dict[AssetKey, UpstreamTable] = {}
@@ -137,8 +137,12 @@ class Consumption:
         require_columns(self.consumer, key, table)
         main_table = _load_table_or_none(self._main_catalog, identifier)
         position = position_on_branch(table, main_table)
-        column_ids = self.consumer.deciding_column_ids(key, table)
-        return UpstreamTable(key, name, pattern, table, replace(position, column_ids=column_ids))
+        column_ids = dict(self.consumer.deciding_column_ids(key, table))
+        if not column_ids.keys() >= self.consumer.deciding_columns(key):
+            # A column that is missing now may be added again, with another id.
+            column_ids = self.positions.recorded_column_ids(name, position.table_uuid) | column_ids
+        up_to = replace(position, column_ids=tuple(sorted(column_ids.items())))
+        return UpstreamTable(key, name, pattern, table, up_to)
 
     @cached_property
     def _target_table(self) -> Table | None:

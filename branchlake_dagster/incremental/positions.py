@@ -31,6 +31,7 @@ from branchlake_dagster.incremental.declaration import Consumer
 from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, earliest_time, ingested_time
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable
+from branchlake_dagster.tables.specification import format_table_name
 from branchlake_dagster.wording import format_count
 
 _T = TypeVar("_T")
@@ -213,6 +214,16 @@ class Positions:
 
     `fit_positions` computes them.
     """
+
+    def recorded_column_ids(self, input_name: str, table_uuid: str) -> dict[str, int]:
+        """Return the field ids of columns of an input that any record has, by name; the highest id of each.
+
+        Ids of another table than the one with this UUID do not count.
+        """
+        records = [*self.partitions.values(), *([self.common_position] if self.common_position else [])]
+        recorded = [record.inputs[input_name] for record in records if input_name in record.inputs]
+        ids = [pair for one in recorded if one.table_uuid == table_uuid for pair in one.column_ids]
+        return dict(sorted(ids))
 
     def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:
         """Return the positions without those whose result is no longer in the table.
@@ -468,7 +479,10 @@ def fit_positions(positions: Positions, consumer: Consumer) -> Positions:
     do not. They were ahead of the common position, so partitions that share rows with them are computed anew
     (`redefined_extents`). A table without partitions has one position for all rows; no position of a
     partitioned table fits it.
+
+    Of the column ids in the records, only those of columns count that decide what the consumer consumes now.
     """
+    positions = _with_declared_columns(positions, consumer)
     identity = partition_identity(consumer)
     records = {
         **positions.partitions,
@@ -495,6 +509,28 @@ def fit_positions(positions: Positions, consumer: Consumer) -> Positions:
         void_partitions=positions.void_partitions | other_records.keys(),
         restart_reason=_DEFINED_ANEW,
         redefined_extents=tuple(record.extent for record in other_records.values()),
+    )
+
+
+def _with_declared_columns(positions: Positions, consumer: Consumer) -> Positions:
+    columns_by_input = {
+        format_table_name(identifier): consumer.deciding_columns(key)
+        for key, identifier in consumer.inputs.items()
+    }
+
+    def fit_record(record: ConsumptionRecord) -> ConsumptionRecord:
+        return replace(
+            record,
+            inputs={
+                name: position.with_columns(columns_by_input.get(name, ()))
+                for name, position in record.inputs.items()
+            },
+        )
+
+    return replace(
+        positions,
+        common_position=fit_record(positions.common_position) if positions.common_position else None,
+        partitions={name: fit_record(record) for name, record in positions.partitions.items()},
     )
 
 

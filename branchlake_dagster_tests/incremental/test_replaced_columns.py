@@ -10,6 +10,7 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
+from pyiceberg.types import StringType
 
 from branchlake_dagster import consumer_backlog, consumes, rows, table_metadata
 from branchlake_dagster.history.capture import snapshots_since
@@ -245,3 +246,57 @@ def test_a_partition_column_of_a_table_without_partitions_of_its_asset_decides_n
         assert not recorded_input(p, copies).column_ids
         replace_column(p, orders, "account")
         assert consumer_backlog(copies, lake) == Unconsumed()
+
+
+def test_an_upsert_of_rows_notices_a_key_column_that_was_missing_in_a_run(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    """The run between the drop and the addition keeps the id of the former column."""
+
+    @dg.asset(
+        key=[namespace, "copies"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | consumes({orders.key: "rows"}, when_lost="rebuild"),
+    )
+    def copies(orders: pl.DataFrame) -> pl.DataFrame:
+        if "account" not in orders.columns:
+            orders = orders.with_columns(account=pl.lit("unknown"))
+        return orders.select("at", "account", "price").drop_nulls("account")
+
+    with project(lakehouse, orders.asset, copies) as p:
+        orders.append(p, (at(1), "a", 1))
+        orders.append(p, (at(1), "b", 2))
+        published(p, copies)
+        table = p.lake.catalog().load_table(tuple(orders.key.path))
+        with table.update_schema(allow_incompatible_changes=True) as update:
+            update.delete_column("account")
+        del orders.columns["account"]
+        orders.append(p, (at(2), 9))
+        published(p, copies)
+        assert values(p, copies) == [(at(1), "a", 1), (at(1), "b", 2), (at(2), "unknown", 9)]
+        table = p.lake.catalog().load_table(tuple(orders.key.path))
+        with table.update_schema() as update:
+            update.add_column("account", StringType())
+        table.delete("price = 1")
+        published(p, copies)
+        assert values(p, copies) == []
+
+
+def test_a_column_that_is_no_longer_declared_does_not_count(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    upsert: Any = {"write_mode": "upsert", "keys": ["account"]}
+    copies = copies_of(orders, namespace, "rows", write=upsert)
+    with project(lakehouse, orders.asset, copies) as p:
+        orders.append(p, (at(1), "a", 1))
+        published(p, copies)
+    copies = copies_of(orders, namespace, "rows", write=upsert | {"keys": ["price"]})
+    with project(lakehouse, orders.asset, copies) as p:
+        lake = LakehouseResource.from_settings(p.lake.settings)
+        replace_column(p, orders, "account")
+        assert consumer_backlog(copies, lake) == Unconsumed()
+        orders.append(p, (at(2), 2, "b"))
+        published(p, copies)
+        assert values(p, copies) == [(at(1), "a", 1), (at(2), "b", 2)]
+        assert [name for name, _ in recorded_input(p, copies).column_ids] == ["price"]
