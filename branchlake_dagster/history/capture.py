@@ -5,7 +5,7 @@ The ancestors of a snapshot are found from table metadata alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pyiceberg.manifest import DataFile, DataFileContent
@@ -133,8 +133,8 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
 
     None means that the table had no snapshot at the position, so all its rows are new. Raises ChangeLost.
     """
-    if _has_replaced_column(metadata, position):
-        raise _change_lost_error(LossReason.COLUMN_REPLACED, table)
+    if replaced_columns := _find_replaced_columns(metadata, position):
+        raise _column_replaced_error(replaced_columns, table)
     if position.unpublished_snapshots:
         # If the branch's last snapshot has the same id on `main`, all snapshots before it are on `main` too.
         snapshots, reached = ancestors_after(metadata, position.unpublished_snapshots[-1])
@@ -167,12 +167,17 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
     raise _change_lost_error(LossReason.EXPIRED, table)
 
 
-def _has_replaced_column(metadata: TableMetadata, position: Position) -> bool:
-    """Whether the name of a column of the position belongs to another column of the same table now."""
+def _find_replaced_columns(metadata: TableMetadata, position: Position) -> dict[str, int]:
+    """Return the columns of the position whose name belongs to another column of the same table now.
+
+    The values are their field ids at the position.
+    """
     if not position.column_ids or str(metadata.table_uuid) != position.table_uuid:
-        return False
+        return {}
     field_ids = {field.name: field.field_id for field in metadata.schema().fields}
-    return any(field_ids.get(name, field_id) != field_id for name, field_id in position.column_ids)
+    return {
+        name: field_id for name, field_id in position.column_ids if field_ids.get(name, field_id) != field_id
+    }
 
 
 def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
@@ -198,12 +203,21 @@ def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
         LossReason.DELETES_UNDONE: "The undo of a publication removed delete files. It is not certain which"
         " rows came back, because they are in no added file.",
         LossReason.FILES_GONE: "Files of snapshots since the asset last consumed the table were deleted.",
-        LossReason.COLUMN_REPLACED: "A column by which the asset finds changes was dropped, and another"
-        " column of the same name was added. Its values in rows that the asset has consumed are gone.",
         LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back. Rows that it had computed from"
         " consumed changes are gone.",
     }[loss]
     return ChangeLost(message, loss=loss, table=table)
+
+
+def _column_replaced_error(columns: Mapping[str, int], table: str) -> ChangeLost:
+    names = ", ".join(f"{name} (then field id {field_id})" for name, field_id in columns.items())
+    return ChangeLost(
+        f"The asset finds changes by {names}. Since it last consumed the table, the column was dropped or"
+        " renamed, and another column has its name now.",
+        loss=LossReason.COLUMN_REPLACED,
+        columns=columns,
+        table=table,
+    )
 
 
 def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:

@@ -50,7 +50,10 @@ class Position:
     def from_dict(cls, values: Mapping[str, Any]) -> Position:
         """Parse the result of `as_dict`. Raises KeyError or TypeError for any other value."""
         snapshot_id, unpublished_snapshots = values["snapshot"], tuple(values.get("beyond", ()))
-        column_ids = tuple(sorted(dict(values.get("columns", {})).items()))
+        columns = values.get("columns", {})
+        if not isinstance(columns, Mapping):
+            raise TypeError(f"{values!r} has columns that are not an object")
+        column_ids = tuple(sorted(columns.items()))
         numbers = (snapshot_id or 0, *unpublished_snapshots, *(field_id for _, field_id in column_ids))
         if not all(isinstance(number, int) for number in numbers):
             raise TypeError(f"{values!r} has a snapshot id or a field id that is not a number")
@@ -241,18 +244,23 @@ class LossReason(StrEnum):
     DELETES_UNDONE = "an undo has removed delete files"
     """Rows that the consumer had read as deleted are in the table again. No added file has them."""
     COLUMN_REPLACED = "a column was dropped and added again"
-    """The column by which changes are found has another field id. Its earlier values are gone."""
+    """The name of a column by which changes are found belongs to another field id: the former column was
+    dropped or renamed."""
     RESULT_ROLLED_BACK = "the consumer's own table was rolled back"
 
 
 class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The change of a table since a position is no longer known; `loss` is the reason."""
+    """The change of a table since a position is no longer known; `loss` is the reason.
+
+    `columns` has the former field ids of replaced columns, by name.
+    """
 
     def __init__(
         self,
         message: str,
         *,
         loss: LossReason,
+        columns: Mapping[str, int] | None = None,
         table: str | None = None,
         partitions: Iterable[str] = (),
         branch: str | None = None,
@@ -261,6 +269,7 @@ class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
     ) -> None:
         super().__init__(message, table=table, partitions=partitions, branch=branch, run_id=run_id, hint=hint)
         self.loss = loss
+        self.columns = dict(columns or {})
 
 
 class RowsUnreadable(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

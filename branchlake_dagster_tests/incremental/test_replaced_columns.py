@@ -137,6 +137,7 @@ def test_a_replaced_key_column_fails_the_run_by_default(
         with pytest.raises(ChangeLost) as lost:
             snapshots_since(metadata, recorded_input(p, totals), table="orders")
         assert lost.value.loss is LossReason.COLUMN_REPLACED
+        assert lost.value.columns == {"account": 2}
 
 
 def test_a_position_without_columns_goes_on(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
