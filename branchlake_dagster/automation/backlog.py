@@ -275,13 +275,18 @@ class ConsumerBacklog:
     def state_key(self, partition: str | None = None) -> str:
         """Return a hash of the present positions of the inputs and of the consumer.
 
-        It changes with each publication of an input or of the partition. One run is launched for each key.
+        It changes with each publication of an input or of the partition, and if a column that decides what
+        has changed is replaced. One run is launched for each key.
         """
-        parts = [partition or "", self._consumer.asset]
-        for consumer_input in self._inputs():
-            parts += [consumer_input.name, position_to_json(consumer_input.up_to)]
         positions = self._consumption.positions
         consumed_positions = (positions.common_position, positions.partitions.get(partition or ""))
+        parts = [partition or "", self._consumer.asset]
+        for consumer_input in self._inputs():
+            up_to = consumer_input.up_to
+            recorded = [record.inputs.get(consumer_input.name) for record in consumed_positions if record]
+            if not any(position is not None and up_to.has_other_columns(position) for position in recorded):
+                up_to = up_to.with_columns(())  # the keys of versions that did not record columns
+            parts += [consumer_input.name, position_to_json(up_to)]
         parts += [consumed.to_json() if consumed else "" for consumed in consumed_positions]
         if partition is not None and self._consumer.computes_in_order:
             parts.append(find_predecessor_run(self._consumption, partition))

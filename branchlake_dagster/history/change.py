@@ -37,6 +37,11 @@ class Position:
         """Return the position with the ids of these columns only."""
         return replace(self, column_ids=tuple(pair for pair in self.column_ids if pair[0] in names))
 
+    def has_other_columns(self, other: Position) -> bool:
+        """Whether a column that both positions name has different ids in them."""
+        other_ids = dict(other.column_ids)
+        return any(other_ids.get(name, field_id) != field_id for name, field_id in self.column_ids)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the position as a value for JSON."""
         values: dict[str, Any] = {"table": self.table_uuid, "snapshot": self.snapshot_id}

@@ -188,24 +188,30 @@ class Consumption:
 
     @cached_property
     def groups(self) -> tuple[PartitionGroup, ...]:
-        """The partitions of the run, grouped by their start positions.
+        """The partitions of the run, grouped by their start positions without column ids.
 
         If everything is consumed, the only group has all partitions, and its start positions are None. Raises
         ChangeLost if a change is lost and the declaration has `when_lost="fail"`.
         """
         if self._rebuild:
             return (self._whole_group,)
-        partitions_by_position: dict[tuple[tuple[str, Position | None], ...], list[str]] = {}
+        starts: dict[tuple[tuple[str, Position], ...], Mapping[str, Position | None]] = {}
+        partitions_by_start: dict[tuple[tuple[str, Position], ...], list[str]] = {}
         for partition in self.partitions or (None,):
             since = self.start_positions(self.find_record(partition))
-            if any(position is None for position in since.values()):
+            # Former versions recorded no columns. Whether columns were replaced has been examined here.
+            start = tuple(
+                (name, position.with_columns(()))
+                for name, position in sorted(since.items())
+                if position is not None
+            )
+            if len(start) < len(since):
                 # A result that replaces everything must be computed from everything.
                 return (self._whole_group,)
-            partitions_by_position.setdefault(tuple(sorted(since.items())), []).extend(
-                [partition] if partition else []
-            )
+            starts.setdefault(start, since)
+            partitions_by_start.setdefault(start, []).extend([partition] if partition else [])
         groups = tuple(
-            PartitionGroup(tuple(names), dict(since)) for since, names in partitions_by_position.items()
+            PartitionGroup(tuple(names), starts[start]) for start, names in partitions_by_start.items()
         )
         is_whole = self._lacks_ranges(groups) or self._has_rows_to_rebuild(groups)
         return (self._whole_group,) if is_whole else groups
@@ -248,17 +254,13 @@ class Consumption:
         Such a step consumes nothing, but it must record its position: what is published later counts. Raises
         ChangeLost as `groups`.
         """
-        if self.consumer.declaration.when_lost != "skip" or self._rebuild:
+        if self.consumer.declaration.when_lost != "skip" or self.whole:
             return False
-        starts = [
-            (self.find_record(partition), group.start_positions)
-            for group in self.groups
-            for partition in group.partitions or (None,)
-        ]
+        records = [self.find_record(partition) for partition in self.partitions or (None,)]
         return any(
-            record is not None and name in record.inputs and position not in (None, record.inputs[name])
-            for record, start_positions in starts
-            for name, position in start_positions.items()
+            record is not None and name in record.inputs and position != record.inputs[name]
+            for record in records
+            for name, position in self.start_positions(record).items()
         )
 
     @property

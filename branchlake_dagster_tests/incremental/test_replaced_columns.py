@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from hashlib import sha256
 from operator import itemgetter
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from pyiceberg.types import StringType
 
 from branchlake_dagster import consumer_backlog, consumes, rows, table_metadata
+from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
 from branchlake_dagster.history.capture import snapshots_since
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
+from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
@@ -57,6 +60,27 @@ def recorded_input(p: Project, asset: dg.AssetsDefinition) -> Position:
     table = p.lake.catalog().load_table(tuple(asset.key.path))
     (position,) = ConsumptionRecord.from_json(table.properties[LakeProperty.CONSUMED]).inputs.values()
     return position
+
+
+def forget_columns(p: Project, asset: dg.AssetsDefinition) -> None:
+    """Change the common position of the asset to what a version recorded that did not know of columns."""
+    table = p.lake.catalog().load_table(tuple(asset.key.path))
+    record = json.loads(table.properties[LakeProperty.CONSUMED])
+    for position in record["inputs"].values():
+        del position["columns"]
+    with table.transaction() as transaction:
+        transaction.set_properties({LakeProperty.CONSUMED: json.dumps(record)})
+
+
+def consumption_of(p: Project, asset: dg.AssetsDefinition, *partitions: str) -> Consumption:
+    (consuming,) = iter_consumers(p.definitions.get_repository_def().asset_graph, "default", [asset.key])
+    lake = LakehouseResource.from_settings(p.lake.settings)
+    return Consumption(lake, consuming.consumer, partitions=partitions)
+
+
+def state_key_of(p: Project, asset: dg.AssetsDefinition) -> str:
+    (consuming,) = iter_consumers(p.definitions.get_repository_def().asset_graph, "default", [asset.key])
+    return ConsumerBacklog(LakehouseResource.from_settings(p.lake.settings), consuming.consumer).state_key()
 
 
 def totals_of(orders: Source, namespace: str, when_lost: str = "rebuild") -> dg.AssetsDefinition:
@@ -146,12 +170,7 @@ def test_a_position_without_columns_goes_on(lakehouse: Lakehouse, namespace: str
     with project(lakehouse, orders.asset, totals) as p:
         orders.append(p, (at(1), "a", 1))
         published(p, totals)
-        table = p.lake.catalog().load_table(tuple(totals.key.path))
-        record = json.loads(table.properties[LakeProperty.CONSUMED])
-        for position in record["inputs"].values():
-            del position["columns"]
-        with table.transaction() as transaction:
-            transaction.set_properties({LakeProperty.CONSUMED: json.dumps(record)})
+        forget_columns(p, totals)
         replace_column(p, orders, "account")
         orders.append(p, (at(3), 6, "c"))
         published(p, totals)
@@ -301,3 +320,37 @@ def test_a_column_that_is_no_longer_declared_does_not_count(
         published(p, copies)
         assert values(p, copies) == [(at(1), "a", 1), (at(2), "b", 2)]
         assert [name for name, _ in recorded_input(p, copies).column_ids] == ["price"]
+
+
+def test_partitions_are_one_group_if_only_one_position_has_columns(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copies = copies_of(orders, namespace, "rows", partitioned=True, write={"write_mode": "append"})
+    with project(lakehouse, orders.asset, copies) as p:
+        orders.append(p, (at(1), "a", 1), (at(2), "b", 2))
+        published(p, copies, partition="2026-01-01")
+        published(p, copies, partition="2026-01-02")
+        forget_columns(p, copies)
+        orders.append(p, (at(1), "a", 1), (at(2), "b", 2))
+        consumption = consumption_of(p, copies, *DAYS.get_partition_keys())
+        recorded = [consumption.find_record(partition) for partition in consumption.partitions]
+        positions = {position for record in recorded if record for position in record.inputs.values()}
+        assert len({position.snapshot_id for position in positions}) == 1 < len(positions)
+        assert [group.partitions for group in consumption.groups] == [(*DAYS.get_partition_keys(),)]
+        assert not consumption.skips_lost_changes
+
+
+def test_run_keys_are_those_of_earlier_versions_until_a_column_is_replaced(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    totals = totals_of(orders, namespace)
+    with project(lakehouse, orders.asset, totals) as p:
+        orders.append(p, (at(1), "a", 1))
+        metadata = p.lake.catalog().load_table(tuple(orders.key.path)).metadata
+        position = f'{{"snapshot":{metadata.current_snapshot_id},"table":"{metadata.table_uuid}"}}'
+        parts = ["", totals.key.to_user_string(), ".".join(orders.key.path), position, "", ""]
+        assert state_key_of(p, totals) == sha256("|".join(parts).encode()).hexdigest()[:32]
+        published(p, totals)
+        key = state_key_of(p, totals)
+        replace_column(p, orders, "account")
+        assert state_key_of(p, totals) != key
