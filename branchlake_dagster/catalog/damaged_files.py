@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, FileFormat
-from pyiceberg.table import ALWAYS_TRUE, DataScan, FileScanTask, Table
+from pyiceberg.table import ALWAYS_TRUE, DataScan, FileScanTask, IncrementalAppendScan, Table
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_content, wrap_parse_errors
@@ -43,6 +43,30 @@ class StoredTable(Table):
             table_identifier=self.name(),
         )
 
+    def incremental_append_scan(
+        self,
+        *,
+        from_snapshot_id_exclusive: int | None = None,
+        to_snapshot_id_inclusive: int | None = None,
+        row_filter: str | BooleanExpression = ALWAYS_TRUE,
+        selected_fields: tuple[str, ...] = ("*",),
+        case_sensitive: bool = True,
+        options: Properties = EMPTY_DICT,
+        limit: int | None = None,
+    ) -> IncrementalAppendScan:
+        """Return a scan of the appended rows, as PyIceberg's `Table.incremental_append_scan`."""
+        return StoredAppendScan(
+            self.metadata,
+            self.io,
+            row_filter=row_filter,
+            selected_fields=selected_fields,
+            case_sensitive=case_sensitive,
+            from_snapshot_id=from_snapshot_id_exclusive,
+            to_snapshot_id=to_snapshot_id_inclusive,
+            options=options,
+            limit=limit,
+        )
+
 
 class StoredScan(DataScan):
     """A scan that raises StoredFileDamaged for a damaged file, as `name_damaged_file`."""
@@ -56,16 +80,37 @@ class StoredScan(DataScan):
         """Return the rows as a stream of batches. Its errors are raised while it is read."""
         with name_damaged_file(self.io, self.plan_files):
             reader = super().to_arrow_batch_reader(*arguments, **options)
-        return pa.RecordBatchReader.from_batches(reader.schema, self._iter_batches(reader))
-
-    def _iter_batches(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        with name_damaged_file(self.io, self.plan_files):
-            yield from reader
+        return _wrap_reader(self, reader)
 
     def count(self) -> int:
         """Count the rows. Reads the files that have other rows, or deleted rows."""
         with name_damaged_file(self.io, self.plan_files):
             return super().count()
+
+
+class StoredAppendScan(IncrementalAppendScan):
+    """A scan of appended rows that raises StoredFileDamaged for a damaged file, as `name_damaged_file`."""
+
+    def to_arrow(self) -> pa.Table:
+        """Read all rows."""
+        with name_damaged_file(self.io, self.plan_files):
+            return super().to_arrow()
+
+    def to_arrow_batch_reader(self) -> pa.RecordBatchReader:
+        """Return the rows as a stream of batches. Its errors are raised while it is read."""
+        with name_damaged_file(self.io, self.plan_files):
+            reader = super().to_arrow_batch_reader()
+        return _wrap_reader(self, reader)
+
+
+def _wrap_reader(
+    scan: DataScan | IncrementalAppendScan, reader: pa.RecordBatchReader
+) -> pa.RecordBatchReader:
+    def iter_batches() -> Iterator[pa.RecordBatch]:
+        with name_damaged_file(scan.io, scan.plan_files):
+            yield from reader
+
+    return pa.RecordBatchReader.from_batches(reader.schema, iter_batches())
 
 
 @contextmanager

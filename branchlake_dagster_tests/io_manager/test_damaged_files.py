@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyiceberg.io.pyarrow import PyArrowFileIO
-from pyiceberg.table import DataScan, FileScanTask
+from pyiceberg.table import DataScan, FileScanTask, IncrementalAppendScan
 
 from branchlake_dagster import consumes, rows, table_metadata
 from branchlake_dagster.catalog.damaged_files import name_damaged_file
@@ -100,6 +100,25 @@ def test_scans_of_tables_of_the_catalog_name_the_damaged_file(
     table = lakehouse.catalog().load_table((namespace, "t"))
     with pytest.raises(StoredFileDamaged) as caught:
         read(table.scan())
+    assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end, with_other_pages], indirect=True)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scan: scan.to_arrow(),
+        lambda scan: scan.filter("n > 3").select("s").to_polars(),
+        lambda scan: scan.to_arrow_batch_reader().read_all(),
+    ],
+    ids=["arrow", "filtered", "batches"],
+)
+def test_scans_of_appended_rows_name_the_damaged_file(
+    lakehouse: Lakehouse, namespace: str, damaged: Path, read: Callable[[IncrementalAppendScan], object]
+) -> None:
+    table = lakehouse.catalog().load_table((namespace, "t"))
+    with pytest.raises(StoredFileDamaged) as caught:
+        read(table.incremental_append_scan())
     assert urlsplit(caught.value.file).path == str(damaged)
 
 
