@@ -354,3 +354,20 @@ def test_run_keys_are_those_of_earlier_versions_until_a_column_is_replaced(
         key = state_key_of(p, totals)
         replace_column(p, orders, "account")
         assert state_key_of(p, totals) != key
+
+
+def test_a_column_that_took_the_name_of_a_renamed_one_is_another_column(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    totals = totals_of(orders, namespace, "fail")
+    with project(lakehouse, orders.asset, totals) as p:
+        orders.append(p, (at(1), "a", 1))
+        published(p, totals)
+        table = p.lake.catalog().load_table(tuple(orders.key.path))
+        with table.update_schema() as update:
+            update.rename_column("account", "former_account")
+        with table.update_schema() as update:
+            update.add_column("account", StringType())
+        with pytest.raises(ChangeLost) as lost:
+            snapshots_since(table.metadata, recorded_input(p, totals), table="orders")
+        assert lost.value.columns == {"account": 2}
