@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import requests
 from pyspark.sql import Column as Expression
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 from pyspark.sql.avro.functions import from_avro
-from pyspark.sql.types import DataType
+from pyspark.sql.types import DataType, StructType
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
@@ -33,9 +33,11 @@ from branchlake_dagster.ingest.formats import (
     DecodeFunction,
     convert_struct_rows,
     row_in_envelope,
+    row_type_in_envelope,
 )
 from branchlake_dagster.ingest.nested_casts import cast_nested, format_type, lost_part
 from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason
+from branchlake_dagster.spark.session import quote_spark_name
 
 _TIMEOUT_S = 10.0
 _MAGIC = b"\x00"
@@ -78,10 +80,9 @@ class Avro:
 
         The reason has the kind `format` if the value is not Avro, or `conversion` if a cast failed.
         """
-        source, names = _select_row(F.col("__avro"), self.schema, is_deletion)
+        source, row_type = _select_row(frame.sparkSession, F.col("__avro"), self.schema, is_deletion)
         unread = F.col("__avro").isNull(), build_reason("format", "The value is not Avro of the schema.")
-        schema_text = _row_schema_text(self.schema, is_deletion)
-        return convert_struct_rows(frame, row_column, source, names, columns, [unread], schema_text)
+        return convert_struct_rows(frame, row_column, source, row_type, columns, [unread])
 
     def field_text(self, field: str) -> Expression:
         """Return a field as text; null if the schema does not have it. Dots separate the names of a path."""
@@ -143,7 +144,9 @@ class RegistryAvro:
         schema_id_column = F.conv(F.hex(F.substring(value, 2, 4)), 16, 10).cast("bigint")
         payload = F.expr(f"substring({VALUE_COLUMN}, 6)")
         frame = records.withColumn("__schema", F.when(framed, schema_id_column))
-        for schema_id, schema in self._schemas_by_id().items():
+        schemas = self._schemas_by_id()
+        _load_record_types(frame.sparkSession, _with_long_variants(schemas.values()))
+        for schema_id, schema in schemas.items():
             schema_payload = F.when(F.col("__schema") == schema_id, payload)
             frame = _with_avro_column(frame, f"__avro_{schema_id}", schema_payload, schema)
         return frame
@@ -180,22 +183,19 @@ class RegistryAvro:
         The reason has the kind `format` without a valid frame or value, `schema` for an unknown schema id or
         a schema that Spark cannot read, or `conversion` if a cast failed.
         """
-        rows_by_schema, problems = self._select_rows(is_deletion)
-        schemas = self._schemas_by_id()
-        for schema_id, (source, names) in rows_by_schema.items():
+        rows_by_schema, problems = self._select_rows(frame.sparkSession, is_deletion)
+        for schema_id, (source, row_type) in rows_by_schema.items():
             unread = (
                 F.col(f"__avro_{schema_id}").isNull(),
                 build_reason("format", "The value is not Avro of its schema."),
             )
-            schema_text = _row_schema_text(schemas[schema_id], is_deletion)
             frame = convert_struct_rows(
                 frame,
                 f"{row_column}_{schema_id}",
                 source,
-                names,
+                row_type,
                 columns,
                 [unread],
-                schema_text,
                 is_only_schema=False,
             )
         schema_conditions = [(F.col("__schema") == one, one) for one in rows_by_schema]
@@ -226,19 +226,21 @@ class RegistryAvro:
         )
 
     def _select_rows(
-        self, is_deletion: Expression | None
-    ) -> tuple[Mapping[int, tuple[Expression, list[str]]], Mapping[int, str]]:
-        """Return the row and its field names by schema id, and why other schemas have no rows.
+        self, session: SparkSession, is_deletion: Expression | None
+    ) -> tuple[Mapping[int, tuple[Expression, StructType]], Mapping[int, str]]:
+        """Return the row and its type by schema id, and why other schemas have no rows.
 
         `is_deletion` is the condition of a deletion in an envelope, or None without an envelope. Raises
         ConfigurationError if no schema has the envelope.
         """
-        rows: dict[int, tuple[Expression, list[str]]] = {}
+        rows: dict[int, tuple[Expression, StructType]] = {}
         problems = dict(self._unreadable_versions())
         refusal: ConfigurationError | None = None
-        for schema_id, schema in self._schemas_by_id().items():
+        schemas = self._schemas_by_id()
+        _load_record_types(session, schemas.values())
+        for schema_id, schema in schemas.items():
             try:
-                rows[schema_id] = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
+                rows[schema_id] = _select_row(session, F.col(f"__avro_{schema_id}"), schema, is_deletion)
             except ConfigurationError as error:
                 refusal = error
                 problems[schema_id] = f"Schema {schema_id} has no rows. {error.message}"
@@ -358,9 +360,7 @@ def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: st
     raw_column, read_column = f"{name}_raw", f"{name}_read"
     frame = frame.withColumn(raw_column, value)
     checked_schema = with_long_decimals(schema)
-    record = from_avro(F.col(raw_column), schema, {"mode": "PERMISSIVE"})
-    checked = from_avro(F.col(raw_column), checked_schema, {"mode": "PERMISSIVE"})
-    frame = frame.withColumn(read_column, checked)
+    frame = frame.withColumn(read_column, _read_avro(F.col(raw_column), checked_schema))
     avro_fields = json.loads(schema)["fields"]
     required_names = [one["name"] for one in avro_fields if not _accepts_null(one["type"])]
     if required_names:
@@ -373,15 +373,45 @@ def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: st
         fits = reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
     result = F.col(read_column)
     if checked_schema != schema:
-        source, target = (one.dataType for one in frame.select(checked, record).schema)
-        kind = format_type(target)
-        fits = fits & ~lost_part(result, source, kind, _shorten_decimal)
-        result = cast_nested(result, source, kind, _shorten_decimal)
+        record_types = _load_record_types(frame.sparkSession, [schema, checked_schema])
+        source, kind = record_types[checked_schema], format_type(record_types[schema])
+        read_value = quote_spark_name(read_column)
+        fits = fits & ~F.expr(lost_part(read_value, source, kind, _shorten_decimal))
+        result = F.expr(cast_nested(read_value, source, kind, _shorten_decimal))
     return frame.withColumn(name, F.when(fits, result)).drop(raw_column, read_column)
 
 
-def _shorten_decimal(value: Expression, _: DataType, kind: str) -> Expression:
-    return value.try_cast(kind)
+def _read_avro(value: Expression, schema: str) -> Expression:
+    return from_avro(value, schema, {"mode": "PERMISSIVE"})
+
+
+def _shorten_decimal(value: str, _: DataType, kind: str) -> str:
+    return f"TRY_CAST({value} AS {kind})"
+
+
+_record_types: dict[str, StructType] = {}
+
+
+def _load_record_types(session: SparkSession, schemas: Iterable[str]) -> Mapping[str, StructType]:
+    """Return the types of the records that Spark reads with Avro schemas, by schema.
+
+    Costs one request to Spark for all schemas that this process has not loaded yet.
+    """
+    new_schemas = [schema for schema in dict.fromkeys(schemas) if schema not in _record_types]
+    if new_schemas:
+        null_value = F.lit(None).cast("binary")
+        records = [_read_avro(null_value, one).alias(str(number)) for number, one in enumerate(new_schemas)]
+        fields = session.range(0).select(*records).schema.fields
+        for schema, record in zip(new_schemas, fields, strict=True):
+            assert isinstance(record.dataType, StructType)  # noqa: S101 - schemas of records
+            _record_types[schema] = record.dataType
+    return _record_types
+
+
+def _with_long_variants(schemas: Iterable[str]) -> Iterator[str]:
+    for schema in schemas:
+        yield schema
+        yield with_long_decimals(schema)
 
 
 def with_long_decimals(schema: str) -> str:
@@ -415,23 +445,19 @@ def _accepts_null(avro_type: Any) -> bool:
 
 
 def _select_row(
-    source: Expression, schema: str, is_deletion: Expression | None
-) -> tuple[Expression, list[str]]:
+    session: SparkSession, source: Expression, schema: str, is_deletion: Expression | None
+) -> tuple[Expression, StructType]:
+    """Return the expression and the type of the row in a record, which is an envelope with `is_deletion`."""
+    record_type = _load_record_types(session, [schema])[schema]
     if is_deletion is None:
-        return source, avro_field_names(schema)
-    names = avro_field_names(schema, "after")
-    if names != avro_field_names(schema, "before"):
+        return source, record_type
+    if avro_field_names(schema, "after") != avro_field_names(schema, "before"):
         raise ConfigurationError(
             "The fields before and after of the Avro schema are different records.",
             hint="Remove envelope from the Ingest unless the values are Debezium's.",
             reason="envelope_differs",
         )
-    return row_in_envelope(source, is_deletion), names
-
-
-def _row_schema_text(schema: str, is_deletion: Expression | None) -> str:
-    """Return a text that is equal for rows of the same type: of a schema, or in the envelope of a schema."""
-    return schema if is_deletion is None else f"envelope {schema}"
+    return row_in_envelope(source, is_deletion), row_type_in_envelope(session, record_type)
 
 
 def _field_text(source: Expression, schema: str, field: str) -> Expression:

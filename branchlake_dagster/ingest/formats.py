@@ -17,11 +17,18 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.types import DataType, NullType, StringType, StructType
+from pyspark.sql.types import DataType, FractionalType, NullType, StringType, StructField, StructType
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.decoder_results import check_decoded, failure_reason
-from branchlake_dagster.ingest.nested_casts import NESTED_TYPES, cast_nested, lost_part
+from branchlake_dagster.ingest.nested_casts import (
+    NESTED_TYPES,
+    cast_nested,
+    format_type,
+    lost_part,
+    null_of,
+    select_field,
+)
 from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
     RecordColumn,
@@ -37,7 +44,7 @@ from branchlake_dagster.ingest.spark_expressions import (
     no_reason,
     split_nested_type,
 )
-from branchlake_dagster.spark.session import quote_spark_name
+from branchlake_dagster.spark.session import quote_spark_name, quote_spark_string
 
 VALUE_COLUMN = "__value"
 _CORRUPT_FIELD = "__corrupt"
@@ -283,6 +290,7 @@ _MAX_DIGITS = 400
 """Number of characters above which a number is not cast to a decimal.
 
 A decimal has 38 digits, and may have more zeros. A double has up to 309 digits before its point."""
+_LONG_DECIMAL_EXPONENT = "[eE][+-]?0*[0-9]{3}"
 _LONG_EXPONENT = "[0-9.][eE][+-]?[0-9]{5}"
 """An exponent with which Spark's reader takes minutes to build a decimal."""
 _QUOTED_LONG_EXPONENT = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
@@ -364,7 +372,7 @@ def _parse_time_text(time_text: Expression, kind: str) -> Expression:
 
 def _has_too_many_digits(number_text: Expression) -> Expression:
     """Whether a number has too many digits for a decimal, written out or by its exponent."""
-    return (F.length(number_text) > _MAX_DIGITS) | number_text.rlike("[eE][+-]?0*[0-9]{3}")
+    return (F.length(number_text) > _MAX_DIGITS) | number_text.rlike(_LONG_DECIMAL_EXPONENT)
 
 
 def _parse_timestamp(time_text: Expression, kind: str) -> Expression:
@@ -486,53 +494,83 @@ def row_in_envelope(source: Expression, is_deletion: Expression) -> Expression:
     return F.when(is_deletion, source.getField("before")).otherwise(source.getField("after"))
 
 
+def row_type_in_envelope(session: SparkSession, envelope: StructType) -> StructType:
+    """Return the type of the structs of `row_in_envelope`.
+
+    Costs a request to Spark for the first use of an envelope whose fields `before` and `after` have different
+    types: Spark gives them a common type. Raises ConfigurationError for a struct that is not an envelope.
+    """
+    sides = [field for field in envelope.fields if field.name in _ENVELOPE_FIELDS]
+    if len(sides) < len(_ENVELOPE_FIELDS) or not isinstance(envelope["after"].dataType, StructType):
+        raise ConfigurationError(
+            "The schema of the values lacks a field of the envelope, or its field after is not a record.",
+            hint="Remove Ingest(envelope=…), or use a schema with the fields before and after.",
+        )
+    before, after = (format_type(envelope[name].dataType) for name in _ENVELOPE_FIELDS)
+    if before == after:
+        return envelope["after"].dataType
+    if (before, after) not in _common_types:
+        nulls = (F.expr(null_of(format_type(side.dataType))).alias(side.name) for side in sides)
+        row = row_in_envelope(F.struct(*nulls), F.lit(True))
+        row_type = session.range(0).select(row).schema[0].dataType
+        assert isinstance(row_type, StructType)  # noqa: S101 - a common type of two structs
+        _common_types[before, after] = row_type
+    return _common_types[before, after]
+
+
+_ENVELOPE_FIELDS = ("before", "after")
+_common_types: dict[tuple[str, str], StructType] = {}
+
+
 def convert_struct_rows(
     frame: DataFrame,
     row_column: str,
     source: Expression,
-    field_names: Iterable[str],
+    source_type: StructType,
     columns: Sequence[RecordColumn],
     reasons: Sequence[tuple[Expression, Expression]],
-    schema_text: str,
     *,
     is_only_schema: bool = True,
 ) -> DataFrame:
-    """Convert structs with the fields `field_names` by Spark's casts, as `Format.convert_rows` requires.
+    """Convert structs of type `source_type` by Spark's casts, as `Format.convert_rows` requires.
 
     `source` is the expression of the structs. `reasons` are pairs of a condition under which a record has
-    no row, and the reason. They precede the reasons of failed casts. Structs with the same `schema_text` have
-    the same type.
+    no row, and the reason. They precede the reasons of failed casts.
 
     Raises ConfigurationError if a field has a type that Spark does not cast to the column's type. Without
     `is_only_schema`, other records have other schemas, so only the records of this schema have no row.
     """
-    available_names = set(field_names)
     source_column = f"{row_column}_held"
     frame = frame.withColumn(source_column, source)
-    value = F.col(source_column)
-    types = _field_types(frame, source_column, schema_text)
+    types = {field.name: field.dataType for field in source_type.fields}
+    values = {
+        field.name: select_field(quote_spark_name(source_column), source_type, number)
+        for number, field in enumerate(source_type.fields)
+    }
 
-    def cast_value(value: Expression, source: DataType, kind: str) -> Expression:
-        if _is_cast_allowed(frame.sparkSession, source, kind):
-            return _try_cast(value, kind)
-        return F.lit(None).cast(kind)
+    def cast_value(value: str, source: DataType, kind: str) -> str:
+        is_allowed = _is_cast_allowed(frame.sparkSession, source, kind)
+        return _try_cast(value, source, kind) if is_allowed else null_of(kind)
 
     def cast_field(name: str, kind: str) -> Expression:
-        if name not in available_names:
-            return F.lit(None).cast(kind)
-        return cast_nested(value.getField(name), types[name], kind, cast_value)
+        return F.expr(
+            cast_nested(values[name], types[name], kind, cast_value) if name in types else null_of(kind)
+        )
 
     def is_lost(column: RecordColumn) -> Expression:
-        lost = (
-            _any_field_present(value, column, available_names)
-            & F.col(row_column).getField(column.name).isNull()
-        )
+        names = [name for name in column.fields if name in types]
+        is_present = any_of(F.expr(f"{values[name]} IS NOT NULL") for name in names)
+        lost = is_present & F.col(row_column).getField(column.name).isNull()
         if not column.kind.startswith(_NESTED_TYPES):
             return lost
-        names = [name for name in column.fields if name in available_names]
-        return any_of(
-            [lost, *(lost_part(value.getField(name), types[name], column.kind, cast_value) for name in names)]
-        )
+        lost_parts = []
+        for number, name in enumerate(names):
+            # The column gets the first field that is not null.
+            earlier = [f"{values[one]} IS NULL" for one in names[:number]]
+            lost_parts.append(
+                " AND ".join([*earlier, lost_part(values[name], types[name], column.kind, cast_value)])
+            )
+        return any_of([lost, *map(F.expr, lost_parts)])
 
     if is_only_schema:
         _require_casts(frame.sparkSession, columns, types)
@@ -541,26 +579,10 @@ def convert_struct_rows(
     lost_values = [
         (is_lost(one), f"{one.name} is not a valid {one.kind}.")
         for one in columns
-        if available_names.intersection(one.fields)
+        if types.keys() & {*one.fields}
     ]
     reason = build_case([*reasons, *first_reason("conversion", lost_values)], no_reason())
     return frame.withColumn(f"{row_column}{REASON_SUFFIX}", reason).drop(source_column)
-
-
-_field_types_by_schema: dict[str, dict[str, DataType]] = {}
-
-
-def _field_types(frame: DataFrame, column: str, schema_text: str) -> dict[str, DataType]:
-    """Return the types of the fields of a struct column, by name.
-
-    Costs a request to Spark for the first frame with structs of this schema.
-    """
-    types = _field_types_by_schema.get(schema_text)
-    if types is None:
-        kind = frame.select(column).schema[0].dataType
-        assert isinstance(kind, StructType)  # noqa: S101 - rows are structs
-        types = _field_types_by_schema[schema_text] = {one.name: one.dataType for one in kind.fields}
-    return types
 
 
 def _require_casts(
@@ -596,40 +618,40 @@ def _is_cast_allowed(session: SparkSession, source: DataType, kind: str) -> bool
     if kind == "string" or isinstance(source, NullType | StringType):
         return True
     types = source.simpleString(), kind
+    if types[0] == kind:
+        return True
     if types not in _allowed_casts:
-        typed_null = F.lit(None).cast(source)
         try:
-            _ = session.range(0).select(_try_cast(typed_null, kind)).schema
+            _ = session.range(0).select(F.expr(_try_cast(null_of(format_type(source)), source, kind))).schema
             _allowed_casts[types] = True
         except AnalysisException:
             _allowed_casts[types] = False
     return _allowed_casts[types]
 
 
-def _try_cast(value: Expression, kind: str) -> Expression:
-    """Cast a value to a column's type, not a struct, list or map; null if it does not fit.
+def _try_cast(value: str, source: DataType, kind: str) -> str:
+    """Cast an SQL expression to a column's type, not a struct, list or map; null if it does not fit.
 
     Null too are text such as "1e-99999999", which would take minutes to become a decimal, times without a
-    date, and numbers with a fraction in columns of whole numbers. The checks cost nothing for values of other
-    types, because Spark knows the type when it plans.
+    date, and numbers with a fraction in columns of whole numbers.
     """
-    fits = value.try_cast(kind)
-    if kind in _INTEGER_TYPES:
-        has_fraction = F.typeof(value).rlike("^(?:float|double|decimal)") & (
-            fits.cast("double") != value.try_cast("double")
-        )
-        return F.when(~F.coalesce(has_fraction, F.lit(False)), fits)
-    if kind in (*_TIME_TYPES, "date"):
-        text = value.cast("string")
-        is_time = _is_date_text(text) if kind == "date" else ~text.rlike(_TIME_OF_DAY)
-        return F.when((F.typeof(value) != "string") | is_time, fits)
-    if not kind.startswith("decimal"):
+    fits = f"TRY_CAST({value} AS {kind})"
+    if kind in _INTEGER_TYPES and isinstance(source, FractionalType):
+        has_fraction = f"CAST({fits} AS double) != TRY_CAST({value} AS double)"
+        return f"IF(coalesce({has_fraction}, FALSE), NULL, {fits})"
+    if not isinstance(source, StringType):
         return fits
-    return F.when((F.typeof(value) != "string") | ~_has_too_many_digits(value.cast("string")), fits)
-
-
-def _any_field_present(value: Expression, column: RecordColumn, available_names: set[str]) -> Expression:
-    return any_of(value.getField(name).isNotNull() for name in column.fields if name in available_names)
+    if kind in (*_TIME_TYPES, "date"):
+        is_fitting = f"NOT rlike({value}, {quote_spark_string(_TIME_OF_DAY)})"
+        if kind == "date":
+            is_date = f"rlike({value}, {quote_spark_string(_DATE_ALONE)})"
+            is_fitting = f"{is_date} OR ({is_fitting} AND TRY_CAST({value} AS timestamp) IS NOT NULL)"
+    elif kind.startswith("decimal"):
+        has_exponent = f"rlike({value}, {quote_spark_string(_LONG_DECIMAL_EXPONENT)})"
+        is_fitting = f"NOT (length({value}) > {_MAX_DIGITS} OR {has_exponent})"
+    else:
+        return fits
+    return f"IF({is_fitting}, {fits}, NULL)"
 
 
 DecodeFunction = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
@@ -661,11 +683,10 @@ class Decoded:
 
         Both come from the function `decode`. `__undecoded` is null for a decoded value.
         """
-        from pyspark.sql.pandas.types import from_arrow_type
-        from pyspark.sql.types import StringType, StructField, StructType
-
-        kind = from_arrow_type(pa.struct(list(self.schema)))
-        decoded_fields = [StructField("__decoded", kind), StructField("__undecoded", StringType())]
+        decoded_fields = [
+            StructField("__decoded", self._spark_type()),
+            StructField("__undecoded", StringType()),
+        ]
         return records.mapInArrow(
             _build_batch_decoder(self.decode, pa.struct(list(self.schema))),
             StructType([*records.schema.fields, *decoded_fields]),
@@ -682,22 +703,27 @@ class Decoded:
 
         The reason has the kind `format` if the value was not decoded, or `conversion` if a cast failed.
         """
-        source, names = F.col("__decoded"), self.schema.names
+        source, source_type = F.col("__decoded"), self._spark_type()
         if is_deletion is not None:
-            source, names = (
-                row_in_envelope(source, is_deletion),
-                [one.name for one in self.schema.field("after").type],
-            )
+            source = row_in_envelope(source, is_deletion)
+            source_type = row_type_in_envelope(frame.sparkSession, source_type)
         undecoded = F.col("__undecoded").isNotNull()
         return convert_struct_rows(
             frame,
             row_column,
             source,
-            names,
+            source_type,
             columns,
             [(undecoded, build_reason("format", F.col("__undecoded")))],
-            f"{self.schema.field('after').type if is_deletion is not None else self.schema}",
         )
+
+    def _spark_type(self) -> StructType:
+        """Return the type of the decoded structs in Spark."""
+        from pyspark.sql.pandas.types import from_arrow_type
+
+        kind = from_arrow_type(pa.struct(list(self.schema)))
+        assert isinstance(kind, StructType)  # noqa: S101 - the type of a struct
+        return kind
 
     def field_text(self, field: str) -> Expression:
         """Return a field of the decoded struct as text. Dots separate the names of a path."""

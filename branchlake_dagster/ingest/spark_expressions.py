@@ -332,7 +332,7 @@ def split_outer_type(kind: str) -> tuple[str, list[tuple[str, str]]]:
         else:
             groups[-1].append(word)
     if tokens[0] == "struct":
-        return "struct", [(_plain_name(name), "".join(rest)) for name, _, *rest in groups if rest]
+        return "struct", [(_plain_name(name), "".join(rest)) for name, _, *rest in filter(None, groups)]
     names = ("element",) if tokens[0] == "array" else ("key", "value")
     return tokens[0], [(name, "".join(group)) for name, group in zip(names, groups, strict=True)]
 
@@ -373,6 +373,16 @@ def _split_type(
         leaves += found
         position += tokens[position] == ","
     return f"{word}<{', '.join(parts)}>", leaves, position + 1
+
+
+def fold_name(name: str) -> str:
+    """Fold the case of a name like Java's `equalsIgnoreCase`: to Spark `İ`, `I`, `i` and `ı` are equal."""
+    return "".join(map(_fold_letter, name))
+
+
+def _fold_letter(letter: str) -> str:
+    upper = letter.upper()
+    return (upper if len(upper) == 1 else letter).lower()[0]
 
 
 def format_ddl(columns: Sequence[tuple[str, str]]) -> str:

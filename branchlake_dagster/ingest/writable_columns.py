@@ -62,15 +62,21 @@ from pyspark.sql.types import (
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.spark_expressions import any_value, is_deep_json, is_json_object, matches_whole
+from branchlake_dagster.ingest.spark_expressions import (
+    any_value,
+    fold_name,
+    is_deep_json,
+    is_json_object,
+    matches_whole,
+)
 from branchlake_dagster.internals.pyiceberg import write_data_files
 from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema
 
 MAX_LEVELS = 20
 """The number of nested structs and lists that a column may have.
 
-Each level takes up to three of the 100 messages that Spark Connect may nest. Rows, casts and answers need
-some of them too.
+Each level takes up to three of the 100 messages that Spark Connect may nest. Rows and answers need some of
+them too. Casts take none, because they are SQL texts.
 """
 _NAME = re.compile(r"`((?:[^`]|``)*)`|([A-Za-z0-9_]+)")
 _WORD = re.compile(r"[A-Z0-9_]+(?:\(\d+,\s*\d+\))?")
@@ -322,14 +328,8 @@ def _fold_path(path: str) -> str:
 
     Two columns with the same canonical path collide in Spark, Iceberg or Parquet.
     """
-    names = ("".join(map(_fold_letter, part)) for part in path.split("."))
+    names = map(fold_name, path.split("."))
     return ".".join(make_compatible_name(name) if name else name for name in names)
-
-
-def _fold_letter(letter: str) -> str:
-    """Fold the case of a letter like Java's `equalsIgnoreCase`: to Spark `İ`, `I`, `i` and `ı` are equal."""
-    upper = letter.upper()
-    return (upper if len(upper) == 1 else letter).lower()[0]
 
 
 def _is_shallow(kind: DataType, levels: int = MAX_LEVELS) -> bool:
@@ -414,6 +414,17 @@ def column_bounds(target: Target) -> ColumnBounds:
     return (*bounds, *(((column,), "text") for column in key_columns))
 
 
+def required_part_columns(target: Target) -> list[str]:
+    """Return the names of the target's columns that have parts which must not be null, without the keys."""
+    schema, keys = target.table.schema(), target.declaration.keys if target.declaration else ()
+    return [
+        column.name
+        for column in target.columns
+        if column.name not in keys
+        and any(_iter_required_parts((column.name,), schema.find_field(column.name).field_type))
+    ]
+
+
 def _iter_values(target: Target) -> Iterator[tuple[ValuePath, IcebergType, int]]:
     """Iterate over the values in the target's columns: path, type and field id. Nested types are left out."""
     schema = target.table.schema()
@@ -489,11 +500,10 @@ def _build_condition(path: ValuePath, bound: str, column: Expression | None) -> 
         message = f"The key is not valid text for {path[0]}."
         return key.isNotNull() & ~F.is_valid_utf8(key.cast("string")), message
     what, _, width = bound.partition(":")
-    is_broken, words = _RULES[what], _RULE_WORDS[what].format(width)
+    is_broken, words = _RULES[what], _RULE_WORDS.get(what, "").format(width)
     name = path[0] + "".join(step if step.startswith(".") else f".{step}" for step in path[1:])
-    return any_value(
-        column, path[1:], lambda value: value.isNotNull() & is_broken(value, width)
-    ), f"{name} is not a valid {words}."
+    message = f"{name}.{width} is null." if what == "field" else f"{name} is not a valid {words}."
+    return any_value(column, path[1:], lambda value: value.isNotNull() & is_broken(value, width)), message
 
 
 _Rule = Callable[[Expression, str], Expression]
@@ -521,7 +531,6 @@ _RULE_WORDS: Mapping[str, str] = {
     "uuid": "uuid",
     "fixed": "fixed[{}]",
     "number": "number, but its table is partitioned by it",
-    "field": "struct: its field {} is null",
     "elements": "list: an element is null",
     "values": "map: a value is null",
 }
