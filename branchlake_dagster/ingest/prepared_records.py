@@ -38,7 +38,12 @@ from branchlake_dagster.ingest.spark_expressions import (
     no_reason,
 )
 from branchlake_dagster.ingest.worker_writer import MOVED_SUFFIX, TABLES_PER_SET
-from branchlake_dagster.ingest.writable_columns import column_bounds, text_bounds, unwritable_conditions
+from branchlake_dagster.ingest.writable_columns import (
+    column_bounds,
+    required_part_columns,
+    text_bounds,
+    unwritable_conditions,
+)
 from branchlake_dagster.spark.session import quote_spark_name
 
 
@@ -426,6 +431,10 @@ class PreparedRecords:
         tombstone = F.coalesce(F.col("__op") == TOMBSTONE, F.lit(False))
         # A deleted row needs only its keys.
         needs_all_columns = ~deleted if declaration.mode == "changes" else ~tombstone
+        # The databases of some envelopes send nulls for the other columns of a deleted row.
+        for name in required_part_columns(target):
+            part = F.when(needs_all_columns, F.col(row).getField(name))
+            frame = frame.withColumn(row, F.col(row).withField(quote_spark_name(name), part))
 
         def value_of(column: str) -> Expression:
             attribute = declaration.attributes.get(column)

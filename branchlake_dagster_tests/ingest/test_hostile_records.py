@@ -328,6 +328,24 @@ def test_a_null_inside_a_column_that_needs_a_value_is_a_dead_letter(
         (offset, "conversion") for offset in (1, 3, 4, 5, 6)
     ]
 
+    # A deletion needs only its keys.
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "changes"], mode="changes", keys=["id"])
+    ingest = Ingest(name=f"{namespace}_c", topics=[topic], tables=[table], envelope="debezium")
+    drive = driving(ingest)
+    lakehouse.catalog("main").create_table((namespace, "changes"), schema)
+    kafka.send(
+        topic,
+        [
+            *(_json(op="c", after={"id": number, "of": good}) for number in (1, 2)),
+            _json(op="c", after={"id": 3, "of": bad}),
+            _json(op="d", before={"id": 1, "of": {"a": None}, "list": [None]}),
+        ],
+    )
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [2]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [(2, "conversion")]
+
 
 def _avro_long(number: int) -> bytes:
     rest, encoded = (number << 1) ^ (number >> 63), b""
