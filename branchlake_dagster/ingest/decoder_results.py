@@ -63,24 +63,52 @@ def _one_array(result: pa.Array | pa.ChunkedArray) -> pa.Array:
 def _forbidden_null(array: pa.Array, path: str = "") -> str | None:
     """Return the path of a field that has a null although its type allows none; None if there is none.
 
-    Spark trusts the type and does not look for nulls in such a field.
+    Spark trusts the type and does not look for nulls in such a field. Costs nothing for a type that allows
+    nulls everywhere, as those of Protobuf do.
     """
     kind = array.type
+    if not _forbids_nulls(kind):
+        return None
+    present = array.drop_null() if array.null_count else array
     if pa.types.is_struct(kind):
-        present = array.drop_null() if array.null_count else array
+        # The children of `field` are those of the slice.
         parts = [(one, present.field(number), f"{path}.{one.name}") for number, one in enumerate(kind)]
     elif pa.types.is_map(kind):
+        start, end = _value_range(present)
         parts = [
-            (kind.key_field, array.keys, f"{path}.key"),
-            (kind.item_field, array.items, f"{path}.value"),
+            (kind.key_field, present.keys.slice(start, end - start), f"{path}.key"),
+            (kind.item_field, present.items.slice(start, end - start), f"{path}.value"),
         ]
-    elif pa.types.is_list(kind):
-        parts = [(kind.value_field, array.flatten(), f"{path}.element")]
     else:
-        return None
+        parts = [(kind.value_field, present.flatten(), f"{path}.element")]
     for field, child, child_path in parts:
         if not field.nullable and child.null_count:
             return child_path.removeprefix(".")
         if (found := _forbidden_null(child, child_path)) is not None:
             return found
     return None
+
+
+def _value_range(maps: pa.MapArray) -> tuple[int, int]:
+    """Return the range of the entries of maps in their arrays of keys and values."""
+    return (maps.offsets[0].as_py(), maps.offsets[-1].as_py()) if len(maps) else (0, 0)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _forbids_nulls(kind: pa.DataType) -> bool:
+    """Return whether a type has a field without nulls, at any level. Keys of maps never have nulls."""
+    if pa.types.is_struct(kind):
+        fields = list(kind)
+    elif pa.types.is_map(kind):
+        if not kind.item_field.nullable or _forbids_nulls(kind.key_type):
+            return True
+        fields = [kind.item_field]
+    elif _is_list(kind):
+        fields = [kind.value_field]
+    else:
+        return False
+    return any(not one.nullable or _forbids_nulls(one.type) for one in fields)

@@ -19,6 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, ti
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf, with_long_decimals
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.decoder_results import check_decoded
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.formats import Decoded, decode_values
 from branchlake_dagster_tests.ingest.conftest import Driving
@@ -298,6 +299,34 @@ def test_a_null_in_a_field_without_nulls_fails_its_own_value_alone() -> None:
     rows, reasons = decode_values(decode, pa.array([b"a", b"bad", b"worse", b"dd"], pa.binary()), kind)
     assert [row and row["id"] for row in rows.to_pylist()] == [1, None, None, 2]
     assert [reason is not None for reason in reasons.to_pylist()] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.map_(pa.string(), pa.field("value", pa.int64(), nullable=False)),
+        pa.list_(pa.field("element", pa.int64(), nullable=False)),
+        pa.large_list(pa.field("element", pa.int64(), nullable=False)),
+        pa.list_(pa.field("element", pa.int64(), nullable=False), 1),
+    ],
+)
+def test_only_the_values_of_a_slice_are_looked_at_for_nulls(kind: pa.DataType) -> None:
+    """A decoder that returned part of an array lost valid records, and two kinds of lists had no check."""
+    values = pa.array([None, 1, 2], pa.int64())
+    if pa.types.is_map(kind):
+        parts = pa.MapArray.from_arrays([0, 1, 2, 3], pa.array(["a", "b", "c"]), values, type=kind)
+    elif pa.types.is_fixed_size_list(kind):
+        parts = pa.FixedSizeListArray.from_arrays(values, type=kind)
+    else:
+        arrays = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+        parts = arrays.from_arrays([0, 1, 2, 3], values, type=kind)
+    row_type = pa.struct([("parts", kind)])
+    rows = pa.StructArray.from_arrays([parts], fields=list(row_type))
+    reasons = pa.nulls(3, pa.string())
+    decoded, _ = check_decoded(rows[1:], reasons[1:], pa.array([b"", b""], pa.binary()), row_type)
+    assert len(decoded) == 2
+    with pytest.raises(ValueError):  # noqa: PT011 - the error has no code
+        check_decoded(rows, reasons, pa.array([b"", b"", b""], pa.binary()), row_type)
 
 
 def test_results_in_chunks_are_results() -> None:
