@@ -34,8 +34,13 @@ _OTHER_ERRORS = (OSError, MemoryError, CommitFailedException, CommitStateUnknown
 _CAUSE = re.compile(
     r"^\s*(?:Caused by: )?((?:[A-Za-z_][\w$]*\.)*[A-Za-z_]\w*(?:Error|Exception)\b.*)$", re.MULTILINE
 )
-_PYTHON_CAUSE = re.compile(r"^ {2,}\S.*\n([A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
-"""The last line of a Python traceback. Some exceptions have other names, such as `ArrowInvalid`."""
+_LAST_FRAME = re.compile(
+    r'^[ ]+File "[^"\n]*", line [0-9]+.*\n(?:[ ]+.*\n)*([A-Za-z_][\w.]*(?:: .*)?)$', re.MULTILINE
+)
+"""The last call of a Python traceback with the lines of its source, and then the exception.
+
+Some exceptions have other names than errors, such as `ArrowInvalid`. Their text may have any further lines.
+"""
 _MAX_LENGTH = 500
 _SHOWN = 3
 
@@ -57,7 +62,7 @@ def error_reason(error: Exception) -> str:
     Credentials are removed. The result has one line of at most 500 characters.
     """
     text = str(error)
-    python_causes = _PYTHON_CAUSE.findall(text) if "Traceback" in text else []
+    python_causes = _LAST_FRAME.findall(text) if "Traceback" in text else []
     causes = python_causes or _CAUSE.findall(text)
     reason = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return without_credentials(reason.strip())[:_MAX_LENGTH]

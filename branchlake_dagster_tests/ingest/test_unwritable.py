@@ -208,5 +208,13 @@ def test_a_reason_is_the_innermost_cause() -> None:
         + '  File "a.pxi", line 1, in f\n    x()\n    ^^^\npyarrow.lib.ArrowInvalid: has nulls\n\nJVM stacktrace:\n\tat a.B(C.scala:1)'
     )
     assert error_reason(PySparkException(arrow)) == "pyarrow.lib.ArrowInvalid: has nulls"
+    # The text of an exception may have lines that look like the end of a traceback.
+    frame = '  File "a.py", line 3, in f\n    M()\n'
+    lines = (
+        head + frame + "pydantic.ValidationError: 2 errors for M\na\n  Field required\nb\n  Field required\n"
+    )
+    assert error_reason(PySparkException(lines)) == "pydantic.ValidationError: 2 errors for M"
+    chained = f"{head}{frame}KeyError: 'a'\n\nDuring handling:\n\nTraceback (most recent call last):\n{frame}Odd: b\n"
+    assert error_reason(PySparkException(chained)) == "Odd: b"
     assert error_reason(KeyError("x" * 2_000)).startswith("KeyError: 'xx")
     assert len(error_reason(KeyError("x" * 2_000))) == 500
