@@ -57,7 +57,7 @@ COLLECTED_BY_ITS_OWN_THREAD = """
 import gc, threading
 from confluent_kafka import TopicCollection
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
-from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_errors
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 
 gc.disable()
 topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
