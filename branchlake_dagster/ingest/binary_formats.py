@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -31,12 +31,13 @@ from branchlake_dagster.ingest.formats import (
     VALUE_COLUMN,
     Decoded,
     DecodeFunction,
+    StructRows,
     convert_struct_rows,
     row_in_envelope,
     row_type_in_envelope,
 )
 from branchlake_dagster.ingest.nested_casts import cast_nested, format_type, lost_part
-from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason
+from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason, with_columns
 from branchlake_dagster.spark.session import quote_spark_name
 
 _TIMEOUT_S = 10.0
@@ -67,7 +68,7 @@ class Avro:
 
     def read(self, records: DataFrame) -> DataFrame:
         """Add `__avro`, the decoded record; null if the value is not Avro of the schema."""
-        return _with_avro_column(records, "__avro", F.col(VALUE_COLUMN), self.schema)
+        return _with_avro_columns(records, {"__avro": (F.col(VALUE_COLUMN), self.schema)})
 
     def convert_rows(
         self,
@@ -82,7 +83,7 @@ class Avro:
         """
         source, row_type = _select_row(frame.sparkSession, F.col("__avro"), self.schema, is_deletion)
         unread = F.col("__avro").isNull(), build_reason("format", "The value is not Avro of the schema.")
-        return convert_struct_rows(frame, row_column, source, row_type, columns, [unread])
+        return convert_struct_rows(frame, [StructRows(row_column, source, row_type, [unread])], columns)
 
     def field_text(self, field: str) -> Expression:
         """Return a field as text; null if the schema does not have it. Dots separate the names of a path."""
@@ -145,11 +146,11 @@ class RegistryAvro:
         payload = F.expr(f"substring({VALUE_COLUMN}, 6)")
         frame = records.withColumn("__schema", F.when(framed, schema_id_column))
         schemas = self._schemas_by_id()
-        _load_record_types(frame.sparkSession, _with_long_variants(schemas.values()))
-        for schema_id, schema in schemas.items():
-            schema_payload = F.when(F.col("__schema") == schema_id, payload)
-            frame = _with_avro_column(frame, f"__avro_{schema_id}", schema_payload, schema)
-        return frame
+        payloads = {
+            f"__avro_{schema_id}": (F.when(F.col("__schema") == schema_id, payload), schema)
+            for schema_id, schema in schemas.items()
+        }
+        return _with_avro_columns(frame, payloads)
 
     def _schemas_by_id(self) -> Mapping[int, str]:
         """Return the readable schemas by their ids."""
@@ -184,20 +185,17 @@ class RegistryAvro:
         a schema that Spark cannot read, or `conversion` if a cast failed.
         """
         rows_by_schema, problems = self._select_rows(frame.sparkSession, is_deletion)
-        for schema_id, (source, row_type) in rows_by_schema.items():
-            unread = (
-                F.col(f"__avro_{schema_id}").isNull(),
-                build_reason("format", "The value is not Avro of its schema."),
-            )
-            frame = convert_struct_rows(
-                frame,
+        unread_reason = build_reason("format", "The value is not Avro of its schema.")
+        struct_rows = [
+            StructRows(
                 f"{row_column}_{schema_id}",
                 source,
                 row_type,
-                columns,
-                [unread],
-                is_only_schema=False,
+                [(F.col(f"__avro_{schema_id}").isNull(), unread_reason)],
             )
+            for schema_id, (source, row_type) in rows_by_schema.items()
+        ]
+        frame = convert_struct_rows(frame, struct_rows, columns, is_only_schema=False)
         schema_conditions = [(F.col("__schema") == one, one) for one in rows_by_schema]
         null_row = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
         rows = build_case(
@@ -351,34 +349,50 @@ def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
         ) from error
 
 
-def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: str) -> DataFrame:
-    """Add a column with the decoded record, null if the value is not valid Avro.
+def _with_avro_columns(frame: DataFrame, values: Mapping[str, tuple[Expression, str]]) -> DataFrame:
+    """Add columns with decoded records, null if the value is not valid Avro.
+
+    `values` has the expression of the values and their schema by the name of the column.
 
     Spark decodes an invalid value to a record of nulls, so such a record counts as invalid unless the value
     is the encoding of nulls. A value is invalid too if a decimal has more digits than its precision allows.
     """
-    raw_column, read_column = f"{name}_raw", f"{name}_read"
-    frame = frame.withColumn(raw_column, value)
-    checked_schema = with_long_decimals(schema)
-    frame = frame.withColumn(read_column, _read_avro(F.col(raw_column), checked_schema))
+    schemas = {name: schema for name, (_, schema) in values.items()}
+    checked_schemas = {name: with_long_decimals(schema) for name, schema in schemas.items()}
+    long_schemas = [schema for name, schema in checked_schemas.items() if schema != schemas[name]]
+    record_types = _load_record_types(frame.sparkSession, [*schemas.values(), *long_schemas])
+    frame = with_columns(frame, {f"{name}_raw": value for name, (value, _) in values.items()})
+    frame = with_columns(
+        frame,
+        {
+            f"{name}_read": _read_avro(F.col(f"{name}_raw"), schema)
+            for name, schema in checked_schemas.items()
+        },
+    )
+    records = {}
+    for name, schema in schemas.items():
+        fits, result = _is_valid_record(f"{name}_raw", f"{name}_read", schema), F.col(f"{name}_read")
+        if checked_schemas[name] != schema:
+            source, kind = record_types[checked_schemas[name]], format_type(record_types[schema])
+            read_value = quote_spark_name(f"{name}_read")
+            fits = fits & ~F.expr(lost_part(read_value, source, kind, _shorten_decimal))
+            result = F.expr(cast_nested(read_value, source, kind, _shorten_decimal))
+        records[name] = F.when(fits, result)
+    return with_columns(frame, records).drop(
+        *(f"{name}_{end}" for name in schemas for end in ("raw", "read"))
+    )
+
+
+def _is_valid_record(raw_column: str, read_column: str, schema: str) -> Expression:
     avro_fields = json.loads(schema)["fields"]
     required_names = [one["name"] for one in avro_fields if not _accepts_null(one["type"])]
     if required_names:
-        fits = F.col(read_column).getField(required_names[0]).isNotNull()
-    else:
-        null_record = b"".join(
-            bytes([one["type"].index("null") * 2]) for one in avro_fields if one["type"] != "null"
-        )
-        has_value = [F.col(read_column).getField(one["name"]).isNotNull() for one in avro_fields]
-        fits = reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
-    result = F.col(read_column)
-    if checked_schema != schema:
-        record_types = _load_record_types(frame.sparkSession, [schema, checked_schema])
-        source, kind = record_types[checked_schema], format_type(record_types[schema])
-        read_value = quote_spark_name(read_column)
-        fits = fits & ~F.expr(lost_part(read_value, source, kind, _shorten_decimal))
-        result = F.expr(cast_nested(read_value, source, kind, _shorten_decimal))
-    return frame.withColumn(name, F.when(fits, result)).drop(raw_column, read_column)
+        return F.col(read_column).getField(required_names[0]).isNotNull()
+    null_record = b"".join(
+        bytes([one["type"].index("null") * 2]) for one in avro_fields if one["type"] != "null"
+    )
+    has_value = [F.col(read_column).getField(one["name"]).isNotNull() for one in avro_fields]
+    return reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
 
 
 def _read_avro(value: Expression, schema: str) -> Expression:
@@ -406,12 +420,6 @@ def _load_record_types(session: SparkSession, schemas: Iterable[str]) -> Mapping
             assert isinstance(record.dataType, StructType)  # noqa: S101 - schemas of records
             _record_types[schema] = record.dataType
     return _record_types
-
-
-def _with_long_variants(schemas: Iterable[str]) -> Iterator[str]:
-    for schema in schemas:
-        yield schema
-        yield with_long_decimals(schema)
 
 
 def with_long_decimals(schema: str) -> str:

@@ -43,6 +43,7 @@ from branchlake_dagster.ingest.spark_expressions import (
     matches_whole,
     no_reason,
     split_nested_type,
+    with_columns,
 )
 from branchlake_dagster.spark.session import quote_spark_name, quote_spark_string
 
@@ -522,67 +523,94 @@ _ENVELOPE_FIELDS = ("before", "after")
 _common_types: dict[tuple[str, str], StructType] = {}
 
 
-def convert_struct_rows(
-    frame: DataFrame,
-    row_column: str,
-    source: Expression,
-    source_type: StructType,
-    columns: Sequence[RecordColumn],
-    reasons: Sequence[tuple[Expression, Expression]],
-    *,
-    is_only_schema: bool = True,
-) -> DataFrame:
-    """Convert structs of type `source_type` by Spark's casts, as `Format.convert_rows` requires.
+@dataclass(frozen=True)
+class StructRows:
+    """Decoded structs of one type that become rows in the column `row_column`.
 
     `source` is the expression of the structs. `reasons` are pairs of a condition under which a record has
     no row, and the reason. They precede the reasons of failed casts.
+    """
+
+    row_column: str
+    source: Expression
+    source_type: StructType
+    reasons: Sequence[tuple[Expression, Expression]]
+
+
+def convert_struct_rows(
+    frame: DataFrame,
+    struct_rows: Sequence[StructRows],
+    columns: Sequence[RecordColumn],
+    *,
+    is_only_schema: bool = True,
+) -> DataFrame:
+    """Convert structs to rows by Spark's casts, for each of `struct_rows` as `Format.convert_rows` requires.
 
     Raises ConfigurationError if a field has a type that Spark does not cast to the column's type. Without
     `is_only_schema`, other records have other schemas, so only the records of this schema have no row.
-    """
-    source_column = f"{row_column}_held"
-    frame = frame.withColumn(source_column, source)
-    types = {field.name: field.dataType for field in source_type.fields}
-    values = {
-        field.name: select_field(quote_spark_name(source_column), source_type, number)
-        for number, field in enumerate(source_type.fields)
-    }
 
-    def cast_value(value: str, source: DataType, kind: str) -> str:
-        is_allowed = _is_cast_allowed(frame.sparkSession, source, kind)
+    All structs are converted in three frames: with frames for each, Spark would plan sixty frames of twenty
+    schemas.
+    """
+    session = frame.sparkSession
+    casts = [_StructCasts(one, columns, session) for one in struct_rows]
+    if is_only_schema:
+        for one in casts:
+            _require_casts(session, columns, one.types)
+    frame = with_columns(frame, {one.source_column: one.rows.source for one in casts})
+    frame = with_columns(frame, {one.rows.row_column: one.row() for one in casts})
+    frame = with_columns(frame, {f"{one.rows.row_column}{REASON_SUFFIX}": one.reason() for one in casts})
+    return frame.drop(*(one.source_column for one in casts))
+
+
+class _StructCasts:
+    """The casts of structs of one type to the columns of a table."""
+
+    def __init__(self, rows: StructRows, columns: Sequence[RecordColumn], session: SparkSession) -> None:
+        self.rows, self._columns, self._session = rows, columns, session
+        self.source_column = f"{rows.row_column}_held"
+        fields = rows.source_type.fields
+        self.types = {field.name: field.dataType for field in fields}
+        self._values = {
+            field.name: select_field(quote_spark_name(self.source_column), rows.source_type, number)
+            for number, field in enumerate(fields)
+        }
+
+    def row(self) -> Expression:
+        """Return the struct of the columns, with null for parts that do not fit."""
+        return _build_struct(self._columns, self._cast_field)
+
+    def reason(self) -> Expression:
+        """Return the reason why a record has no row, from the structs and the column of `row`."""
+        lost_values = [
+            (self._is_lost(one), f"{one.name} is not a valid {one.kind}.")
+            for one in self._columns
+            if self.types.keys() & {*one.fields}
+        ]
+        return build_case([*self.rows.reasons, *first_reason("conversion", lost_values)], no_reason())
+
+    def _cast_value(self, value: str, source: DataType, kind: str) -> str:
+        is_allowed = _is_cast_allowed(self._session, source, kind)
         return _try_cast(value, source, kind) if is_allowed else null_of(kind)
 
-    def cast_field(name: str, kind: str) -> Expression:
-        return F.expr(
-            cast_nested(values[name], types[name], kind, cast_value) if name in types else null_of(kind)
-        )
+    def _cast_field(self, name: str, kind: str) -> Expression:
+        if name not in self.types:
+            return F.expr(null_of(kind))
+        return F.expr(cast_nested(self._values[name], self.types[name], kind, self._cast_value))
 
-    def is_lost(column: RecordColumn) -> Expression:
-        names = [name for name in column.fields if name in types]
-        is_present = any_of(F.expr(f"{values[name]} IS NOT NULL") for name in names)
-        lost = is_present & F.col(row_column).getField(column.name).isNull()
+    def _is_lost(self, column: RecordColumn) -> Expression:
+        names = [name for name in column.fields if name in self.types]
+        is_present = any_of(F.expr(f"{self._values[name]} IS NOT NULL") for name in names)
+        lost = is_present & F.col(self.rows.row_column).getField(column.name).isNull()
         if not column.kind.startswith(_NESTED_TYPES):
             return lost
         lost_parts = []
         for number, name in enumerate(names):
             # The column gets the first field that is not null.
-            earlier = [f"{values[one]} IS NULL" for one in names[:number]]
-            lost_parts.append(
-                " AND ".join([*earlier, lost_part(values[name], types[name], column.kind, cast_value)])
-            )
-        return any_of([lost, *map(F.expr, lost_parts)])
-
-    if is_only_schema:
-        _require_casts(frame.sparkSession, columns, types)
-
-    frame = frame.withColumn(row_column, _build_struct(columns, cast_field))
-    lost_values = [
-        (is_lost(one), f"{one.name} is not a valid {one.kind}.")
-        for one in columns
-        if types.keys() & {*one.fields}
-    ]
-    reason = build_case([*reasons, *first_reason("conversion", lost_values)], no_reason())
-    return frame.withColumn(f"{row_column}{REASON_SUFFIX}", reason).drop(source_column)
+            earlier = [f"{self._values[one]} IS NULL" for one in names[:number]]
+            part = lost_part(self._values[name], self.types[name], column.kind, self._cast_value)
+            lost_parts.append(F.expr(" AND ".join([*earlier, part])))
+        return any_of([lost, *lost_parts])
 
 
 def _require_casts(
@@ -707,15 +735,9 @@ class Decoded:
         if is_deletion is not None:
             source = row_in_envelope(source, is_deletion)
             source_type = row_type_in_envelope(frame.sparkSession, source_type)
-        undecoded = F.col("__undecoded").isNotNull()
-        return convert_struct_rows(
-            frame,
-            row_column,
-            source,
-            source_type,
-            columns,
-            [(undecoded, build_reason("format", F.col("__undecoded")))],
-        )
+        undecoded = F.col("__undecoded").isNotNull(), build_reason("format", F.col("__undecoded"))
+        rows = StructRows(row_column, source, source_type, [undecoded])
+        return convert_struct_rows(frame, [rows], columns)
 
     def _spark_type(self) -> StructType:
         """Return the type of the decoded structs in Spark."""

@@ -36,6 +36,7 @@ from branchlake_dagster.ingest.spark_expressions import (
     join_balanced,
     matches_whole,
     no_reason,
+    with_columns,
 )
 from branchlake_dagster.ingest.worker_writer import MOVED_SUFFIX, TABLES_PER_SET
 from branchlake_dagster.ingest.writable_columns import (
@@ -204,7 +205,7 @@ class PreparedRecords:
             frame = self._with_rows(frame, row, target)
         frame = frame.withColumn("__route", self._route())
         is_refill = self._dead_letter_offsets is not None
-        frame = _with_columns(
+        frame = with_columns(
             frame, {f"__meant{n}": self._is_meant_for(target) for n, target in enumerate(self._targets)}
         )
         has_waiting = WAITING_TABLES in frame.columns
@@ -214,14 +215,14 @@ class PreparedRecords:
             & self._may_write_row(target, has_waiting)
             for n, target in enumerate(self._targets)
         }
-        frame = _with_columns(frame, write_flags)
+        frame = with_columns(frame, write_flags)
         if is_refill:
             is_new = ~self._was_read_before()
             dead_letter_flags = {
                 f"__bad{n}": F.col(f"__meant{n}") & is_new for n in range(len(self._targets))
             }
-            frame = _with_columns(frame, dead_letter_flags)
-        frame = _with_columns(frame, {f"__new{n}": name for n, name in enumerate(self._new_route_names())})
+            frame = with_columns(frame, dead_letter_flags)
+        frame = with_columns(frame, {f"__new{n}": name for n, name in enumerate(self._new_route_names())})
         has_table = any_of(F.col(f"__meant{number}") for number in range(len(self._targets)))
         is_lost = ~has_table & ~self._was_read_before() & ~self._is_redundant_tombstone()
         if self._ingest.on_unrouted == "skip":
@@ -617,11 +618,6 @@ class PreparedRecords:
         If such a record is bad, its dead letter exists already.
         """
         return _is_before(self._dead_letter_offsets or {})
-
-
-def _with_columns(frame: DataFrame, columns: Mapping[str, Expression]) -> DataFrame:
-    """Add all columns in one step. Spark limits how many frames may be nested in one message."""
-    return frame.withColumns(dict(columns)) if columns else frame
 
 
 def _is_before(offsets: Offsets) -> Expression:

@@ -30,6 +30,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 from pyspark.sql import Column as Expression
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.errors import ConfigurationError
@@ -373,6 +374,11 @@ def _split_type(
         leaves += found
         position += tokens[position] == ","
     return f"{word}<{', '.join(parts)}>", leaves, position + 1
+
+
+def with_columns(frame: DataFrame, columns: Mapping[str, Expression]) -> DataFrame:
+    """Add all columns in one step. Spark limits how many frames may be nested in one message."""
+    return frame.withColumns(dict(columns)) if columns else frame
 
 
 def fold_name(name: str) -> str:

@@ -167,6 +167,15 @@ def test_types_of_all_versions_cost_one_request(
     assert requests == ["schema"]
 
 
+def test_a_registry_without_versions_has_no_rows(spark_session: SparkSession) -> None:
+    avro = RegistryAvro("http://nowhere", "s", lambda url: _registry_json(url, {}))
+    frame = spark_session.createDataFrame([(b"\x00\x00\x00\x00\x01\x02",)], "__value binary")
+    [(row, reason)] = _collect(
+        avro.convert_rows(avro.read(frame), "__row0", [RecordColumn("id", "bigint", ("id",))])
+    )
+    assert (row["id"], reason) == (None, "schema")
+
+
 def _registry_json(url: str, versions: dict[int, str]) -> Any:
     tail = url.rsplit("/", 1)[1]
     return [*versions] if tail == "versions" else {"id": int(tail), "schema": versions[int(tail)]}
