@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +36,13 @@ from branchlake_dagster.ingest.formats import (
     row_type_in_envelope,
 )
 from branchlake_dagster.ingest.nested_casts import cast_nested, format_type, lost_part
-from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason, with_columns
+from branchlake_dagster.ingest.spark_expressions import (
+    RecordColumn,
+    any_of,
+    build_case,
+    build_reason,
+    with_columns,
+)
 from branchlake_dagster.spark.session import quote_spark_name
 
 _TIMEOUT_S = 10.0
@@ -392,7 +397,7 @@ def _is_valid_record(raw_column: str, read_column: str, schema: str) -> Expressi
         bytes([one["type"].index("null") * 2]) for one in avro_fields if one["type"] != "null"
     )
     has_value = [F.col(read_column).getField(one["name"]).isNotNull() for one in avro_fields]
-    return reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
+    return any_of([F.col(raw_column) == F.lit(null_record), *has_value])
 
 
 def _read_avro(value: Expression, schema: str) -> Expression:

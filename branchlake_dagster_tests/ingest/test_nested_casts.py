@@ -121,6 +121,19 @@ def test_only_the_first_of_several_fields_must_fit(spark_session: SparkSession) 
     ]
 
 
+def test_a_schema_may_have_any_number_of_optional_fields(spark_session: SparkSession) -> None:
+    """Spark refused the condition that any of a hundred fields has a value."""
+    fields = [{"name": f"f{number}", "type": ["null", "int"]} for number in range(200)]
+    avro = Avro(json.dumps({"type": "record", "name": "R", "fields": fields}))
+    values = [b"\x00" * 200, b"\x00" * 199 + b"\x02\x06", b"\x09"]
+    rows = _convert(spark_session, avro, {"f199": "bigint"}, values)
+    assert [(row and row["f199"], reason) for row, reason in rows] == [
+        (None, None),
+        (3, None),
+        (None, "format"),
+    ]
+
+
 def test_an_empty_record_beside_a_short_decimal_is_read(spark_session: SparkSession) -> None:
     price = {"type": "bytes", "logicalType": "decimal", "precision": 10, "scale": 2}
     empty = {"type": "record", "name": "Empty", "fields": []}
