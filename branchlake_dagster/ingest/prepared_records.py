@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import add, and_
 
 from pyspark.sql import Column as Expression
@@ -432,10 +432,8 @@ class PreparedRecords:
         tombstone = F.coalesce(F.col("__op") == TOMBSTONE, F.lit(False))
         # A deleted row needs only its keys.
         needs_all_columns = ~deleted if declaration.mode == "changes" else ~tombstone
-        # The databases of some envelopes send nulls for the other columns of a deleted row.
-        for name in required_part_columns(target):
-            part = F.when(needs_all_columns, F.col(row).getField(name))
-            frame = frame.withColumn(row, F.col(row).withField(quote_spark_name(name), part))
+        if names := required_part_columns(target):
+            frame = _without_values(frame, row, target, names, where=~needs_all_columns)
 
         def value_of(column: str) -> Expression:
             attribute = declaration.attributes.get(column)
@@ -618,6 +616,21 @@ class PreparedRecords:
         If such a record is bad, its dead letter exists already.
         """
         return _is_before(self._dead_letter_offsets or {})
+
+
+def _without_values(
+    frame: DataFrame, row: str, target: Target, names: Collection[str], *, where: Expression
+) -> DataFrame:
+    """Replace the values of the columns `names` by null in the rows for which a condition holds.
+
+    A database may send nulls for all parts of a deleted row except its keys.
+    """
+    held = F.col(row)
+    values = (
+        (F.when(~where, value) if name in names else value).alias(name)
+        for name, value in ((column.name, held.getField(column.name)) for column in target.columns)
+    )
+    return frame.withColumn(row, F.when(held.isNotNull(), F.struct(*values)))
 
 
 def _is_before(offsets: Offsets) -> Expression:
