@@ -66,13 +66,14 @@ def _full_name(avro_type: dict[str, Any], namespace: str) -> tuple[str, str]:
 
 
 def is_decimal(avro_type: Mapping[str, Any]) -> bool:
-    """Return whether a type that is written as an object is a valid decimal.
+    """Return whether a type that is written as an object is a valid decimal, of bytes or a fixed type.
 
-    Avro takes an invalid decimal for its bytes.
+    Avro takes an invalid decimal for its bytes, and ignores a decimal of another type.
     """
     precision, scale = avro_type.get("precision"), avro_type.get("scale", 0)
     return (
         avro_type.get("logicalType") == "decimal"
+        and avro_type.get("type") in ("bytes", "fixed")
         and isinstance(precision, int)
         and isinstance(scale, int)
         and 0 <= scale <= precision
@@ -128,7 +129,7 @@ class _Reading:
         elif isinstance(avro_type, str):
             yield from self._iter_problems_of_name(avro_type, namespace, open_names)
         elif not isinstance(avro_type["type"], str):
-            yield from self.iter_problems(avro_type["type"], namespace, open_names)
+            yield "The type of an object is not a name. Write the inner type without the object around it."
         elif is_decimal(avro_type) and avro_type["precision"] > MAX_DECIMAL_DIGITS:
             yield f"A decimal has {avro_type['precision']} digits. Spark reads at most {MAX_DECIMAL_DIGITS}."
         elif avro_type["type"] in ("record", "error"):

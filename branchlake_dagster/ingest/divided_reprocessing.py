@@ -180,6 +180,10 @@ class _Division:
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise
+            if len(positions) == 1:
+                # Workers or a store that fail only for some time must not make dead letters of good records.
+                self._undo_table_changes()
+                self._require_empty_record_passes(positions[0], failure)
             return failure
         finally:
             self._undo_table_changes()

@@ -333,7 +333,7 @@ def _unmark_others(
     is_marked = F.col("reprocessed_in") == batch_context.run_id
     others = (
         session.table(table_sql)
-        .where(is_marked & ~reached)
+        .where(is_marked & ~F.coalesce(reached, F.lit(False)))
         .select(*(F.col(name).alias(f"other_{name}") for name in _RECORD_POSITION))
         .distinct()
     )
