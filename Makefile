@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # More than there are cores: most tests wait.
 TEST_WORKERS ?= 4
+# After a worker has crashed, the session ends with the other workers. With a new worker it can wait forever.
+NO_RESTART := --max-worker-restart 0
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
 .PHONY: help setup demo dev test test-fast test-soak durations lint types check wheel bench docs lock lock-jars clean
@@ -44,7 +46,7 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
 test: setup  ## the tests that have to pass
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests.xml
 
 durations: $(VENV)/.ready  ## record how long the tests of the last `make test` took
 	$(BIN)/python -m branchlake_dagster_tests.suite.durations build/tests.xml
@@ -67,7 +69,7 @@ test-soak: setup  ## hours: every variant, many simulated schedules, histories a
 	BRANCHLAKE_TEST_MAINTENANCE_SCHEDULES=1500 BRANCHLAKE_TEST_ROOTS_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_SHUFFLES=10 BRANCHLAKE_TEST_SHUFFLE_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_HOSTILE=100000 BRANCHLAKE_TEST_HOSTILE_SEED=$(SOAK_SEED) \
-	$(BIN)/python -m pytest -n 2 --timeout 14400 --junitxml=build/soak-$(SOAK_SEED).xml
+	$(BIN)/python -m pytest -n 2 $(NO_RESTART) --timeout 14400 --junitxml=build/soak-$(SOAK_SEED).xml
 
 lint: setup  ## linter
 	$(BIN)/ruff check .
