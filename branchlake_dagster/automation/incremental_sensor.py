@@ -318,8 +318,7 @@ class _SensorTick:
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
         chain = self.chains.get(asset.key, {asset.key})
-        is_idle = not self._in_flight.computes_any(asset.consumer.inputs)
-        policy = self._policy.while_inputs_are(idle=is_idle)
+        policy = self._in_flight.applicable_policy(self._policy, asset.consumer.inputs)
         if not policy.is_reached(unconsumed, self._now) or any(map(self._in_flight.has_whole_run, chain)):
             return
         busy_partitions = {key for one in chain for key in self._in_flight.single_partitions(one)}

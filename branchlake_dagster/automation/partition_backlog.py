@@ -238,10 +238,16 @@ class InFlightRuns:
             for partition in computed_partitions(run, definition, self._instance)
         }
 
-    def computes_any(self, keys: Iterable[AssetKey]) -> bool:
-        """Return whether a run computes one of the assets `keys`. A parked run does not count."""
+    def applicable_policy(self, policy: LaunchPolicy, inputs: Iterable[AssetKey]) -> LaunchPolicy:
+        """Return the policy for a consumer, which may depend on whether a run computes one of its `inputs`.
+
+        A parked run does not count. Looks at the assets of runs only if the policy depends on them.
+        """
+        if not policy.when_inputs_idle:
+            return policy
         runs = [run for run in self._runs if run.tags.get(RunTag.NEXT_ATTEMPT) != RunState.PARKED]
-        return any(self._computes(run, key) for key in keys for run in runs)
+        is_busy = any(self._computes(run, key) for key in inputs for run in runs)
+        return policy.while_inputs_are(idle=not is_busy)
 
     def recent_failures(self, key: AssetKey) -> dict[str, RecentFailures]:
         """Map each partition to its failed runs of the last day.
@@ -311,7 +317,7 @@ def launch_decisions(
     if not unconsumed.has_any or is_unknown:
         decision = decide_launch(unconsumed, AttemptHistory(""), None, policy, now)
         return [(partition, decision) for partition in partitions]
-    policy = policy.while_inputs_are(idle=not in_flight.computes_any(backlog.inputs))
+    policy = in_flight.applicable_policy(policy, backlog.inputs)
     whole_run, single_runs = in_flight.find_whole_run(asset), in_flight.runs_by_partition(asset)
     batch_by_partition = {key: backlog.batch_of(key) for key in partitions if key is not None}
     launch_keys = [backlog.launch_key(key) for key in partitions]

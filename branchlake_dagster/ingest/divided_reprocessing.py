@@ -74,8 +74,9 @@ def run_divided_pass(
 ) -> StoredPass:
     """Make the passes over stored records; if records make them fail, leave these records out.
 
-    `frame` has the columns `RECORD_COLUMNS` with the prefix `__`, and `INCARNATION`. Raises the first error
-    if it is not caused by records, if a pass over one empty record fails too, or if no part can be written.
+    `frame` has the columns `RECORD_COLUMNS` with the prefix `__`, and `INCARNATION`. Raises the error
+    of a pass that records did not cause, also if a pass over one empty record fails after it, and the first
+    error if no part can be written.
     """
     start_hash = batch_context.lake.nessie.reference(batch_context.branch).hash
     try:

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from branchlake_dagster.internals.null_lists import unsliced_offsets
+
 
 def fill_null_structs(column: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return a column with a value in each required field of null structs; all other values stay.
@@ -26,11 +28,11 @@ def fill_null_structs(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if _is_list(kind) and _is_list(column.type):
         values = fill_null_structs(column.values, kind.value_type)
         return type(column).from_arrays(
-            _unsliced(column.offsets), values, type=column.type, mask=column.is_null()
+            unsliced_offsets(column.offsets), values, type=column.type, mask=column.is_null()
         )
     if pa.types.is_map(kind) and pa.types.is_map(column.type):
         return pa.MapArray.from_arrays(
-            _unsliced(column.offsets),
+            unsliced_offsets(column.offsets),
             fill_null_structs(column.keys, kind.key_type),
             fill_null_structs(column.items, kind.item_type),
             type=column.type,
@@ -92,8 +94,3 @@ def _has_required_fields(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.ListType | pa.LargeListType)
-
-
-def _unsliced(offsets: pa.Array) -> pa.Array:
-    """Return a copy of the offsets of lists. PyArrow cannot combine a mask with a slice of offsets."""
-    return pc.add(offsets, pa.scalar(0, offsets.type))

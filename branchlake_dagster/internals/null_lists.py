@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import ArrowProjectionVisitor
 from pyiceberg.types import ListType, MapType
 
-__all__: list[str] = []
+__all__ = ["unsliced_offsets"]
 
 _plain_list, _plain_map = ArrowProjectionVisitor.list, ArrowProjectionVisitor.map
 
@@ -24,7 +24,7 @@ def _project_list(
     if lists is None or list_array is None or lists.null_count == list_array.null_count:
         return lists
     return type(lists).from_arrays(
-        _unsliced(lists.offsets), lists.values, type=lists.type, mask=list_array.is_null()
+        unsliced_offsets(lists.offsets), lists.values, type=lists.type, mask=list_array.is_null()
     )
 
 
@@ -40,11 +40,11 @@ def _project_map(
     if maps is None or map_array is None or maps.null_count == map_array.null_count:
         return maps
     return pa.MapArray.from_arrays(
-        _unsliced(maps.offsets), maps.keys, maps.items, type=maps.type, mask=map_array.is_null()
+        unsliced_offsets(maps.offsets), maps.keys, maps.items, type=maps.type, mask=map_array.is_null()
     )
 
 
-def _unsliced(offsets: pa.Array) -> pa.Array:
+def unsliced_offsets(offsets: pa.Array) -> pa.Array:
     """Return a copy of the offsets of lists. PyArrow cannot combine a mask with a slice of offsets."""
     return pc.add(offsets, pa.scalar(0, offsets.type))
 
