@@ -338,7 +338,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
         )
-        return open_creation(staged)
+        return open_creation(staged, StoredTable)
 
     def create_table(
         self,

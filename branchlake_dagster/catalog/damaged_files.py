@@ -11,14 +11,29 @@ import pyarrow.parquet as pq
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, FileFormat
-from pyiceberg.table import ALWAYS_TRUE, DataScan, FileScanTask, IncrementalAppendScan, Table
+from pyiceberg.table import (
+    ALWAYS_TRUE,
+    DataScan,
+    FileScanTask,
+    IncrementalAppendScan,
+    Table,
+    Transaction,
+    UpsertResult,
+)
+from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.upsert_util import create_match_filter
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_content, wrap_parse_errors
+from branchlake_dagster.internals.pyiceberg import CachingTransaction
 
 
 class StoredTable(Table):
-    """A table of the catalog. Its scans raise StoredFileDamaged, which names the file, for a damaged file."""
+    """A table of the catalog. Its scans and writes raise StoredFileDamaged, which names a damaged file."""
+
+    def transaction(self) -> Transaction:
+        """Return a transaction, which `delete`, `overwrite` and `upsert` of the table use too."""
+        return StoredTransaction(self)
 
     def scan(
         self,
@@ -66,6 +81,64 @@ class StoredTable(Table):
             options=options,
             limit=limit,
         )
+
+
+class StoredTransaction(CachingTransaction):
+    """A transaction that raises StoredFileDamaged if it reads a damaged file, as `name_damaged_file`.
+
+    Deletes, overwrites and upserts read the files in which some rows stay and others do not.
+    """
+
+    def __init__(self, table: Table, autocommit: bool = False) -> None:
+        super().__init__(table, autocommit)
+        self._io = table.io
+
+    def delete(  # type: ignore[override]  # PyIceberg has another parameter, which is its own
+        self,
+        delete_filter: str | BooleanExpression,
+        snapshot_properties: dict[str, str] = EMPTY_DICT,
+        case_sensitive: bool = True,
+        branch: str | None = MAIN_BRANCH,
+        **options: Any,
+    ) -> None:
+        """Delete rows, as PyIceberg's `Transaction.delete`. Overwrites use it too."""
+        with name_damaged_file(self._io, lambda: self._list_tasks(delete_filter, case_sensitive, branch)):
+            super().delete(delete_filter, snapshot_properties, case_sensitive, branch, **options)
+
+    def upsert(
+        self,
+        df: pa.Table,
+        join_cols: list[str] | None = None,
+        when_matched_update_all: bool = True,
+        when_not_matched_insert_all: bool = True,
+        case_sensitive: bool = True,
+        branch: str | None = MAIN_BRANCH,
+        snapshot_properties: dict[str, str] = EMPTY_DICT,
+    ) -> UpsertResult:
+        """Insert or update rows, as PyIceberg's `Transaction.upsert`."""
+
+        def list_tasks() -> Iterable[FileScanTask]:
+            keys = join_cols or [*self.table_metadata.schema().identifier_field_names()]
+            return self._list_tasks(create_match_filter(df, keys), case_sensitive, branch)
+
+        with name_damaged_file(self._io, list_tasks):
+            return super().upsert(
+                df,
+                join_cols,
+                when_matched_update_all,
+                when_not_matched_insert_all,
+                case_sensitive,
+                branch,
+                snapshot_properties,
+            )
+
+    def _list_tasks(
+        self, row_filter: str | BooleanExpression, case_sensitive: bool, branch: str | None
+    ) -> Iterable[FileScanTask]:
+        """Return the files that may have matching rows, in the present state of the transaction."""
+        metadata = self.table_metadata
+        scan = DataScan(metadata, self._io, row_filter=row_filter, case_sensitive=case_sensitive)
+        return (scan.use_ref(branch) if branch is not None and branch in metadata.refs else scan).plan_files()
 
 
 class StoredScan(DataScan):

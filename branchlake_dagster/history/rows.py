@@ -197,7 +197,7 @@ class RowReader:
         changed_paths |= {changed.path for changed in change.added}
         seen_positions: dict[str, pa.Array] = {}
         for delete_file in change.deletes:
-            positions_by_path = read_deleted_positions(self._table.io, delete_file.file)
+            positions_by_path = self._read_positions(delete_file.file)
             for file in self._iter_live_files(
                 positions_by_path.keys() - changed_paths, delete_file.snapshot_id
             ):
@@ -214,11 +214,15 @@ class RowReader:
     def _deleted_positions(self, file: DataFile, deletes: Sequence[DataFile]) -> pa.Array:
         positions = [pa.array([], pa.int64())]
         for delete_file in _applicable_deletes(file, deletes):
-            file_positions = read_deleted_positions(self._table.io, delete_file).get(file.file_path)
+            file_positions = self._read_positions(delete_file).get(file.file_path)
             positions += (
                 [] if file_positions is None else [part.cast(pa.int64()) for part in file_positions.chunks]
             )
         return pa.concat_arrays(positions)
+
+    def _read_positions(self, delete_file: DataFile) -> dict[str, pa.ChunkedArray]:
+        with name_damaged_file(self._table.io, lambda: [FileScanTask(delete_file)]):
+            return read_deleted_positions(self._table.io, delete_file)
 
     def _iter_live_files(self, file_paths: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
         """Yield the data files with these paths in a snapshot; none if the metadata lacks the snapshot."""

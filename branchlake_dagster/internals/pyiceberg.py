@@ -62,6 +62,7 @@ from branchlake_dagster.internals.column_metrics import ReliableStrictEvaluator
 from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
 
 __all__ = [
+    "CachingTransaction",
     "DeleteManifestWriter",
     "add_log_entry",
     "apply_updates",
@@ -93,7 +94,7 @@ class _FixedTransaction(Transaction):
         return self._table.metadata
 
 
-class _CachingTransaction(Transaction):
+class CachingTransaction(Transaction):
     """A transaction that computes its metadata once for each change.
 
     PyIceberg's own transaction computes the metadata whenever a snapshot producer reads it, forty times for
@@ -105,28 +106,39 @@ class _CachingTransaction(Transaction):
 
     @property
     def table_metadata(self) -> TableMetadata:
+        """The table's metadata with the updates of this transaction."""
         base, updates, cached = self._table.metadata, self._updates, self._cached_metadata
         if cached is None or cached[0] is not base or cached[1] is not updates:
             cached = self._cached_metadata = (base, updates, apply_updates(base, updates))
         return cached[2]
 
 
-class _CachingCreate(_CachingTransaction, CreateTableTransaction):
+class _CachingCreate(CachingTransaction, CreateTableTransaction):
     """A caching transaction that creates a table. The table that its commit returns can be read."""
+
+    table_class: type[Table] = Table
 
     def commit_transaction(self) -> Table:
         table = super().commit_transaction()
-        return Table(table.name(), table.metadata, table.metadata_location, table.io, table.catalog)
+        return self.table_class(
+            table.name(), table.metadata, table.metadata_location, table.io, table.catalog
+        )
 
 
 def open_transaction(table: Table) -> Transaction:
     """Open a transaction like `table.transaction()`, but with cached metadata."""
-    return _CachingTransaction(table)
+    transaction = table.transaction()
+    return transaction if isinstance(transaction, CachingTransaction) else CachingTransaction(table)
 
 
-def open_creation(table: StagedTable) -> CreateTableTransaction:
-    """Open the transaction that creates a table, like `Catalog.create_table_transaction`."""
-    return _CachingCreate(table)
+def open_creation(table: StagedTable, table_class: type[Table]) -> CreateTableTransaction:
+    """Open the transaction that creates a table, like `Catalog.create_table_transaction`.
+
+    Its commit returns a table of `table_class`.
+    """
+    creation = _CachingCreate(table)
+    creation.table_class = table_class
+    return creation
 
 
 def build_snapshot(

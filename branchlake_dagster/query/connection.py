@@ -269,7 +269,9 @@ class QueryResult:
     """The result of a query, which can be read in several formats. Each read runs the query.
 
     `state` is the state of the lake that the query reads. `datasets` are the tables of the query. Errors
-    while rows are read are raised as QueryFailed, except StoredFileDamaged, which names a damaged file.
+    while rows are read are raised as QueryFailed, except StoredFileDamaged, which names a damaged file. A
+    relation raises DuckDB's errors; at the end of a `with` block of the result, the error of a damaged file
+    becomes StoredFileDamaged.
     """
 
     def __init__(
@@ -287,8 +289,13 @@ class QueryResult:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
+        for dataset in self._datasets:
+            # DuckDB's error has the text of the dataset's error.
+            damaged = dataset.damaged
+            if damaged is not None and error is not damaged and damaged.file in str(error):
+                raise damaged from error
 
     def close(self) -> None:
         """Free DuckDB's memory; relations from `relation()` cannot be used afterwards."""
@@ -300,7 +307,10 @@ class QueryResult:
         return list(zip(self._relation.columns, map(str, self._relation.types), strict=True))
 
     def relation(self) -> DuckDBPyRelation:
-        """Return the query as a DuckDB relation, which can be filtered, joined and grouped further."""
+        """Return the query as a DuckDB relation, which can be filtered, joined and grouped further.
+
+        The relation raises DuckDB's errors, as the class describes.
+        """
         return self._relation
 
     def arrow(self) -> pa.Table:

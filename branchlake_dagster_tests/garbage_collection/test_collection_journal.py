@@ -31,7 +31,7 @@ from branchlake_dagster.garbage_collection.summary import (
     status_to_json,
 )
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion
-from branchlake_dagster.internals.pyiceberg import _CachingTransaction
+from branchlake_dagster.internals.pyiceberg import CachingTransaction
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
 from branchlake_dagster_tests.garbage_collection.collected_lake import (
@@ -191,7 +191,7 @@ def test_a_pass_that_was_killed_anywhere_is_repeated(tmp_path: Path, monkeypatch
     monkeypatch.setattr(collector_module, "BATCH_FILES", 2)
     # PyIceberg's own property copies all metadata each time.
     monkeypatch.setattr(Transaction, "_cached_metadata", None, raising=False)
-    monkeypatch.setattr(Transaction, "table_metadata", _CachingTransaction.table_metadata)
+    monkeypatch.setattr(Transaction, "table_metadata", CachingTransaction.table_metadata)
     lake = open_lake(tmp_path)
     lake.create()
     lake.append(1)

@@ -11,16 +11,22 @@ import duckdb
 import polars as pl
 import pyarrow as pa
 import pytest
+from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import PyArrowFileIO
-from pyiceberg.table import DataScan, FileScanTask, IncrementalAppendScan
+from pyiceberg.table import DataScan, FileScanTask, IncrementalAppendScan, Table
 
 from branchlake_dagster import consumes, rows, table_metadata
 from branchlake_dagster.catalog.damaged_files import name_damaged_file
 from branchlake_dagster.errors import StoredFileDamaged
+from branchlake_dagster.history.capture import capture_change
+from branchlake_dagster.history.change import Position
+from branchlake_dagster.history.rows import RowReader
+from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, QueryResult
 from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.publication.rebase.deleting import delete_at
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -141,6 +147,100 @@ def test_queries_name_the_damaged_file(
             with pytest.raises(StoredFileDamaged) as caught:
                 read(result)
             assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end, with_other_pages], indirect=True)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table, _: table.delete("n = 3"),
+        lambda table, rows: table.overwrite(rows, "n = 3"),
+        lambda table, rows: table.upsert(rows, ["n"]),
+        lambda table, _: table.transaction().delete(EqualTo("n", 3)),
+        lambda table, rows: open_transaction(table).overwrite(rows, overwrite_filter=EqualTo("n", 3)),
+    ],
+    ids=["delete", "overwrite", "upsert", "transaction", "cached_transaction"],
+)
+def test_writes_that_read_rows_name_the_damaged_file(
+    lakehouse: Lakehouse, namespace: str, damaged: Path, write: Callable[[Table, pa.Table], object]
+) -> None:
+    table = lakehouse.catalog().load_table((namespace, "t"))
+    rows = pa.table({"n": [3], "s": ["other"]})
+    with pytest.raises(StoredFileDamaged) as caught:
+        write(table, rows)
+    assert urlsplit(caught.value.file).path == str(damaged)
+    assert lakehouse.catalog().load_table((namespace, "t")).metadata == table.metadata
+
+
+def test_a_table_that_a_transaction_creates_names_its_damaged_file(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    catalog = lakehouse.catalog()
+    catalog.create_namespace(namespace)
+    rows = pa.table({"n": [3, 4]})
+    creation = catalog.create_table_transaction((namespace, "t"), rows.schema)
+    creation.append(rows)
+    table = creation.commit_transaction()
+    (task,) = table.scan().plan_files()
+    file = Path(urlsplit(task.file.file_path).path)
+    file.write_bytes(without_end(file.read_bytes()))
+    for read in (table.scan().to_arrow, lambda: table.delete("n = 3")):
+        with pytest.raises(StoredFileDamaged):
+            read()
+
+
+def test_changed_rows_name_a_damaged_delete_file(lakehouse: Lakehouse, namespace: str) -> None:
+    catalog = lakehouse.catalog()
+    catalog.create_namespace(namespace)
+    rows = pa.table({"n": [3, 4]})
+    table = catalog.create_table((namespace, "t"), rows.schema)
+    table.append(rows)
+    position = Position(str(table.metadata.table_uuid), table.metadata.current_snapshot_id)
+    (task,) = table.scan().plan_files()
+    delete_at(table, task.file.file_path, 1, properties={})
+    table = catalog.load_table((namespace, "t"))
+    ((delete_file,),) = (task.delete_files for task in table.scan().plan_files())
+    file = Path(urlsplit(delete_file.file_path).path)
+    file.write_bytes(without_end(file.read_bytes()))
+    with pytest.raises(StoredFileDamaged) as caught:
+        RowReader(table, capture_change(table, position, name="t")).read()
+    assert urlsplit(caught.value.file).path == str(file)
+
+
+@pytest.mark.parametrize("damaged", [without_end, with_other_pages], indirect=True)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda relation: relation.fetchall(),
+        lambda relation: relation.filter("n > 4").count("s").to_arrow_table(),
+        lambda relation: relation.to_arrow_reader().read_all(),
+    ],
+    ids=["rows", "further", "batches"],
+)
+def test_the_block_of_a_result_names_the_damaged_file_of_its_relation(
+    lakehouse: Lakehouse, namespace: str, damaged: Path, read: Callable[[duckdb.DuckDBPyRelation], object]
+) -> None:
+    reader = LakeReader(lakehouse)
+    with (
+        pytest.raises(StoredFileDamaged) as caught,
+        reader.sql(f"SELECT * FROM {namespace}.t WHERE n > 3") as result,
+    ):
+        read(result.relation())
+    assert urlsplit(caught.value.file).path == str(damaged)
+
+
+@pytest.mark.parametrize("damaged", [without_end], indirect=True)
+def test_the_block_of_a_result_raises_other_errors_as_they_are(
+    lakehouse: Lakehouse, namespace: str, damaged: Path
+) -> None:
+    def read_and_fail() -> None:
+        with LakeReader(lakehouse).sql(f"SELECT * FROM {namespace}.t") as result:
+            with pytest.raises(duckdb.Error):
+                result.relation().fetchall()
+            raise KeyError(damaged.parent.name)
+
+    with pytest.raises(KeyError):
+        read_and_fail()
 
 
 @pytest.mark.parametrize("damaged", [without_end], indirect=True)

@@ -37,7 +37,7 @@ from branchlake_dagster.garbage_collection.journal import CollectionJournal
 from branchlake_dagster.garbage_collection.shared_warehouse import require_sole_repository
 from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles
 from branchlake_dagster.history import manifests
-from branchlake_dagster.internals.pyiceberg import _CachingTransaction
+from branchlake_dagster.internals.pyiceberg import CachingTransaction
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
@@ -327,7 +327,7 @@ class World:
             ),
             # PyIceberg's own property copies all metadata each time.
             (pyiceberg.table.Transaction, "_cached_metadata", None),
-            (pyiceberg.table.Transaction, "table_metadata", _CachingTransaction.table_metadata),
+            (pyiceberg.table.Transaction, "table_metadata", CachingTransaction.table_metadata),
             (temporary_tags, "datetime", SimpleNamespace(now=simulated_now.now, strptime=datetime.strptime)),
             (compaction_branch, "uuid1", self._new_time_uuid),
             (compactor, "datetime", simulated_now),
