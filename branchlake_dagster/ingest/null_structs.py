@@ -6,13 +6,11 @@ fields, although nobody can read them. So they are replaced by zeros and empty v
 
 from __future__ import annotations
 
-from decimal import Decimal
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from branchlake_dagster.internals.null_lists import unsliced_offsets
+from branchlake_dagster.internals.null_structs import fill_values
 
 
 def fill_null_structs(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -50,38 +48,9 @@ def _fill_struct(column: pa.StructArray, kind: pa.StructType) -> pa.StructArray:
             target_field = kind.field(index)
             values = fill_null_structs(values, target_field.type)
             if not target_field.nullable:
-                values = _fill(values, pc.and_(is_null, values.is_null()), target_field.type)
+                values = fill_values(values, pc.and_(is_null, values.is_null()), target_field.type)
         fields.append(values)
     return pa.StructArray.from_arrays(fields, fields=list(column.type), mask=is_null)
-
-
-def _fill(values: pa.Array, is_missing: pa.BooleanArray, kind: pa.DataType) -> pa.Array:
-    """Return the values with an empty value where `is_missing` is true."""
-    if not is_missing.true_count:
-        return values
-    filler = pa.array([_empty_value(values.type, kind)], values.type)
-    indices = pc.if_else(is_missing, len(values), pa.array(range(len(values)), pa.int64()))
-    return pa.concat_arrays([values, filler]).take(indices)
-
-
-def _empty_value(source: pa.DataType, kind: pa.DataType) -> Any:
-    """Return a value of the type `source` that can be cast to `kind`."""
-    if pa.types.is_struct(source):
-        kinds = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
-        return {field.name: _empty_value(field.type, kinds.get(field.name, field.type)) for field in source}
-    if _is_list(source) or pa.types.is_map(source):
-        return []
-    if pa.types.is_string(source) or pa.types.is_large_string(source):
-        return "0" * 32 if isinstance(kind, pa.UuidType) else ""
-    if pa.types.is_fixed_size_binary(source):
-        return bytes(source.byte_width)
-    if isinstance(source, pa.UuidType):
-        return bytes(16)
-    if pa.types.is_binary(source) or pa.types.is_large_binary(source):
-        return bytes(kind.byte_width) if pa.types.is_fixed_size_binary(kind) else b""
-    if pa.types.is_boolean(source):
-        return False
-    return Decimal(0) if pa.types.is_decimal(source) else 0
 
 
 def _has_required_fields(kind: pa.DataType) -> bool:

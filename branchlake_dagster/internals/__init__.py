@@ -9,6 +9,8 @@ library for the whole process. `docs/upstream.md` reports those that are defects
   in a column's name for a field of a struct
 - `null_lists`, at import: `ArrowProjectionVisitor.list` and `.map` of PyIceberg, because they take null lists
   of structs for empty ones
+- `null_structs`, at import: `ArrowProjectionVisitor.struct` of PyIceberg, because it cannot write a null
+  struct with required fields
 - `pyiceberg`, at import: `ExecutorFactory` in PyIceberg's `snapshot_producers`, because a failed commit
   leaves writers running
 - `pyiceberg`, at import: `manifest_evaluator` in PyIceberg's `snapshot_producers`, because threads share its

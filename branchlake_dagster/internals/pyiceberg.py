@@ -58,6 +58,7 @@ from pyiceberg.utils.properties import property_as_bool, property_as_int
 
 from branchlake_dagster.internals import field_paths as field_paths  # replaces a function of PyIceberg
 from branchlake_dagster.internals import null_lists as null_lists  # replaces two functions of PyIceberg
+from branchlake_dagster.internals import null_structs as null_structs  # replaces a function of PyIceberg
 from branchlake_dagster.internals.column_metrics import ReliableStrictEvaluator
 from branchlake_dagster.internals.manifest_files import iter_entries, iter_manifests
 

@@ -353,6 +353,19 @@ def test_all_windows_are_one_range_without_those_that_are_excluded() -> None:
     assert select_input_partitions([], HOURLY, spec, schema).slices == ()
 
 
+def test_null_structs_with_required_fields_are_stored(lakehouse: Lakehouse, namespace: str) -> None:
+    kind = pa.struct([pa.field("a", pa.int64(), nullable=False), ("b", pa.large_string())])
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
+    def t() -> pa.Table:
+        return pa.table({"s": pa.array([None, {"a": 1, "b": "c"}], kind)})
+
+    with project(lakehouse, t) as p:
+        for _ in range(2):
+            p.settle(p.run(t.key))
+        assert p.rows(namespace, "t") == [{"s": None}, {"s": {"a": 1, "b": "c"}}] * 2
+
+
 def test_append_keeps_existing_rows(lakehouse: Lakehouse, namespace: str) -> None:
     @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
     def t() -> pa.Table:
