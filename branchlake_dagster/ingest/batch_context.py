@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -103,12 +103,17 @@ class IngestionTables:
 
         The columns of such a table can only be inferred from records.
         """
-        declarations = self.declarations
-        kept_identifiers = {
-            name: one
-            for name, one in self.identifiers.items()
-            if self.loaded_tables[name] is not None or name not in declarations or declarations[name].columns
+        unknown_tables = {
+            name
+            for name, declaration in self.declarations.items()
+            if self.loaded_tables[name] is None and not declaration.columns
         }
+        return self.without_tables(unknown_tables)
+
+    def without_tables(self, names: Collection[str]) -> IngestionTables:
+        """Return these tables without those with the dotted `names`, which must be declared ones."""
+        declarations = self.declarations
+        kept_identifiers = {name: one for name, one in self.identifiers.items() if name not in names}
         tables = [declarations[name] for name in kept_identifiers if name in declarations]
         return IngestionTables(
             replace(self.ingest, tables=tables),

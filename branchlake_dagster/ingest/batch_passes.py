@@ -17,7 +17,6 @@ from branchlake_dagster.ingest.batch_commit import (
 )
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, PlannedBatch
 from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
-from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import (
     Offsets,
@@ -44,7 +43,12 @@ from branchlake_dagster.ingest.scan import (
     delete_on_failure,
     scan_records,
 )
-from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, build_targets, evolve_until_stable
+from branchlake_dagster.ingest.schema_evolution import (
+    SchemaEvolution,
+    build_targets,
+    evolve_until_stable,
+    run_without_unknown_tables,
+)
 from branchlake_dagster.ingest.unwritable_records import (
     UNWRITABLE,
     UnwritableRecord,
@@ -303,11 +307,11 @@ def ingest_divided_batch(
     def error_of(ranges: Ranges) -> Exception | None:
         nonlocal any_pass_succeeded
         try:
-            evolution = passes.run_on_ranges([ranges], planned_batch.ingestion_tables).evolution
+            evolution = run_without_unknown_tables(
+                lambda tables: passes.run_on_ranges([ranges], tables), planned_batch.ingestion_tables
+            ).evolution
             delete_files(evolution.scanned, evolution.targets)
-            any_pass_succeeded = True
-        except ColumnsUnknown:
-            return None  # only the batch as a whole may have the columns of a new table
+            any_pass_succeeded |= evolution.has_all_of(planned_batch.ingestion_tables)
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise
@@ -335,7 +339,10 @@ def ingest_divided_batch(
         pieces = exclude_records(ranges, unwritable)
         try:
             pass_result = (
-                passes.run_on_ranges(pieces, planned_batch.ingestion_tables)
+                run_without_unknown_tables(
+                    lambda tables: passes.run_on_ranges(pieces, tables),  # noqa: B023 - called at once
+                    planned_batch.ingestion_tables,
+                )
                 if pieces
                 else passes.build_empty_result()
             )

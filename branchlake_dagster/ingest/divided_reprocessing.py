@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.errors import OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables
 from branchlake_dagster.ingest.batch_tables import BatchTargets
-from branchlake_dagster.ingest.errors import ColumnsUnknown
+from branchlake_dagster.ingest.errors import RecordsUnread
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition
 from branchlake_dagster.ingest.prepared_records import FOR_TABLE, INCARNATION
 from branchlake_dagster.ingest.record_frames import (
@@ -28,7 +28,7 @@ from branchlake_dagster.ingest.record_frames import (
     join_ranges,
 )
 from branchlake_dagster.ingest.scan import ScanResult, delete_files, delete_on_failure
-from branchlake_dagster.ingest.schema_evolution import SchemaEvolution
+from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, run_without_unknown_tables
 from branchlake_dagster.ingest.spark_expressions import any_of
 from branchlake_dagster.ingest.unwritable_records import (
     UNWRITABLE,
@@ -50,12 +50,14 @@ class StoredPass:
     """The result of the passes over stored records.
 
     `unwritable` maps the position of each record that fails alone to its error. The pass did not read these
-    records. `reached` is the condition that a record belongs to the result, or None if all do.
+    records. `reached` is the condition that a record belongs to the result, and `reached_count` their number;
+    both are None if all do.
     """
 
     evolution: SchemaEvolution
     unwritable: Mapping[RecordPosition, Exception] = field(default_factory=dict)
     reached: Expression | None = None
+    reached_count: int | None = None
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences for the user about unwritable records and records that were not reached."""
@@ -109,7 +111,8 @@ class _Division:
 
     def run(self, error: Exception) -> StoredPass:
         self._undo_table_changes()
-        positions = _collect_positions(self._frame)
+        count_by_position = _count_positions(self._frame)
+        positions = [*count_by_position]
         self._require_empty_record_passes(positions[0], error)
 
         # The records are numbered, so that gaps between their offsets cost no passes.
@@ -130,10 +133,10 @@ class _Division:
                 if not is_caused_by_records(failure):
                     raise
                 continue
-            is_complete = len(reached_positions) == len(positions)
-            return StoredPass(
-                evolution, failing, None if is_complete else _is_between(reached_positions, prefix="")
-            )
+            if len(reached_positions) == len(positions):
+                return StoredPass(evolution, failing)
+            count = sum(count_by_position[one] for one in reached_positions)
+            return StoredPass(evolution, failing, _is_between(reached_positions, prefix=""), count)
         raise error
 
     def _undo_table_changes(self) -> None:
@@ -173,11 +176,9 @@ class _Division:
     def _error_of(self, positions: Sequence[RecordPosition]) -> Exception | None:
         try:
             frame = self._frame.where(_is_between(positions))
-            evolution = self._evolve(frame, self._ingestion_tables)
+            evolution = self._evolve_known(frame)
             delete_files(evolution.scanned, evolution.targets)
-            self._any_pass_succeeded = True
-        except ColumnsUnknown:
-            return None  # only all records together may have the columns of a new table
+            self._any_pass_succeeded |= evolution.has_all_of(self._ingestion_tables)
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise
@@ -198,7 +199,11 @@ class _Division:
             no_records = self._frame.where(F.lit(False))
             return self._evolve(no_records, self._ingestion_tables.without_unknown_columns())
         frame = self._frame.where(_is_between(positions))
-        return self._evolve(frame.where(~_is_one_of(failing)) if failing else frame, self._ingestion_tables)
+        return self._evolve_known(frame.where(~_is_one_of(failing)) if failing else frame)
+
+    def _evolve_known(self, frame: DataFrame) -> SchemaEvolution:
+        """Make the passes over a part of the records, which may lack those of a new table."""
+        return run_without_unknown_tables(lambda tables: self._evolve(frame, tables), self._ingestion_tables)
 
 
 def add_unwritable_dead_letters(
@@ -223,6 +228,22 @@ def add_unwritable_dead_letters(
         files = write_dead_letters(work, columns, count)
         scanned.files.setdefault(targets.dead_letter_number, []).extend(files)
         _count_dead_letters(scanned, columns["table"], count)
+
+
+def require_all_read(stored_pass: StoredPass, record_count: int, batch_context: BatchContext) -> None:
+    """Raise RecordsUnread if the pass and its unwritable records are fewer than `record_count` records.
+
+    `record_count` is the number of selected records that the pass has reached. Were a record left out, a
+    dead letter would count as reprocessed, and the rows of a kept record would be removed.
+    """
+    read_count = stored_pass.evolution.scanned.counts["records"]
+    if read_count < record_count:
+        raise RecordsUnread(
+            f"Only {read_count} of {record_count} selected records were read.",
+            branch=batch_context.branch,
+            run_id=batch_context.run_id,
+            hint="Nothing was changed. Reprocess again, and report it if that fails too.",
+        )
 
 
 def _count_dead_letters(scanned: ScanResult, tables: pa.Array, count: int) -> None:
@@ -261,15 +282,15 @@ _NUMBERS = TopicPartition("", "", 0)
 """The partition whose offsets stand for the numbers of the records in the order of their positions."""
 
 
-def _collect_positions(frame: DataFrame) -> list[RecordPosition]:
-    """Return the distinct positions of a frame's records in their order."""
+def _count_positions(frame: DataFrame) -> dict[RecordPosition, int]:
+    """Return the number of a frame's records at each position, in the order of the positions."""
     names = ("__topic", INCARNATION, "__partition", "__offset")
-    rows = frame.select(*names).distinct().orderBy(*names).toArrow()
-    columns = [rows[name].to_pylist() for name in names]
-    return [
-        (TopicPartition(topic, incarnation, partition), offset)
-        for topic, incarnation, partition, offset in zip(*columns, strict=True)
-    ]
+    rows = frame.groupBy(*names).count().orderBy(*names).toArrow()
+    columns = [rows[name].to_pylist() for name in (*names, "count")]
+    return {
+        (TopicPartition(topic, incarnation, partition), offset): count
+        for topic, incarnation, partition, offset, count in zip(*columns, strict=True)
+    }
 
 
 def _select(positions: Sequence[RecordPosition], part: Ranges) -> Sequence[RecordPosition]:

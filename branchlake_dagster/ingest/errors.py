@@ -93,6 +93,10 @@ class DeadLettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the 
     """Reprocessed dead letters produced neither a row nor a dead letter. Nothing was changed."""
 
 
+class RecordsUnread(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A reprocessing read fewer dead letters or kept records than it had selected. Nothing was changed."""
+
+
 class RowsNotIdentified(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes
     """The rows of a table cannot be traced to their records, so kept records cannot replace them.
 

@@ -34,6 +34,7 @@ from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.divided_reprocessing import (
     StoredPass,
     add_unwritable_dead_letters,
+    require_all_read,
     run_divided_pass,
 )
 from branchlake_dagster.ingest.errors import RowsNotIdentified
@@ -146,11 +147,13 @@ class RawSliceReprocessing:
         if not ranges:
             return None
         stored_pass = self._decode(records, ranges)
-        if stored_pass.reached is not None:
-            records = records.where(stored_pass.reached)
-            ranges = _find_ranges(records)
         evolution = stored_pass.evolution
         scanned, targets = evolution.scanned, evolution.targets
+        with delete_on_failure(scanned, targets):
+            if stored_pass.reached is not None:
+                records = records.where(stored_pass.reached)
+                ranges = _find_ranges(records)
+            require_all_read(stored_pass, sum(one.count for one in ranges), self._batch_context)
         counts: dict[str, int] = dict(scanned.counts)
         before = self._ingestion_tables.loaded_tables
         changed = {
@@ -482,13 +485,14 @@ def _comparable(column: Expression, data_type: str) -> Expression:
 
 @dataclass(frozen=True)
 class _PositionRange:
-    """The first and last offset of a slice's records in one partition."""
+    """The first and last offset of a slice's records in one partition, and the number of these records."""
 
     topic: str
     incarnation: str
     partition: int
     first: int
     last: int
+    count: int
 
     def contains(self, columns: Mapping[str, str], prefix: str = "") -> Expression:
         """Return the Spark condition that a row comes from a record in the range.
@@ -503,7 +507,6 @@ class _PositionRange:
 
 
 def _find_ranges(records: DataFrame) -> list[_PositionRange]:
-    rows = (
-        records.groupBy("topic", "incarnation", "partition").agg(F.min("offset"), F.max("offset")).collect()
-    )
+    offsets = (F.min("offset"), F.max("offset"), F.count("offset"))
+    rows = records.groupBy("topic", "incarnation", "partition").agg(*offsets).collect()
     return sorted((_PositionRange(*row) for row in rows), key=lambda one: (one.topic, one.partition))

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.table import Table
 from pyspark.sql import Column as Expression
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.errors import ConfigurationError
@@ -34,7 +34,11 @@ from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTable
 from branchlake_dagster.ingest.batch_tables import BatchTargets
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
-from branchlake_dagster.ingest.divided_reprocessing import add_unwritable_dead_letters, run_divided_pass
+from branchlake_dagster.ingest.divided_reprocessing import (
+    add_unwritable_dead_letters,
+    require_all_read,
+    run_divided_pass,
+)
 from branchlake_dagster.ingest.errors import DeadLettersLeftOut, PositionLost
 from branchlake_dagster.ingest.offsets import (
     OffsetRange,
@@ -51,7 +55,13 @@ from branchlake_dagster.ingest.progress import (
     reprocessing_runs,
     require_reprocessed_rows,
 )
-from branchlake_dagster.ingest.scan import FailedScans, ScanResult, build_worker_targets, scan_records
+from branchlake_dagster.ingest.scan import (
+    FailedScans,
+    ScanResult,
+    build_worker_targets,
+    delete_on_failure,
+    scan_records,
+)
 from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, evolve_until_stable
 from branchlake_dagster.ingest.worker_writer import Work
 from branchlake_dagster.publication.replay import IcebergTableFormat
@@ -169,7 +179,8 @@ def reprocess_batch(
     Returns None if an earlier attempt of the run has already done this, or if no dead letters are selected.
     Raises PositionLost while a table is rolled back or filled again, because this may add the same records,
     or if marks of reprocessed dead letters were lost. Raises ConfigurationError for a selected table without
-    mode append, DeadLettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
+    mode append, DeadLettersLeftOut, RecordsUnread, EarlierAttemptLate and the errors of
+    `evolve_until_stable`.
     """
     tables, default_namespace = (
         IcebergTableFormat(batch_context.catalog),
@@ -188,9 +199,10 @@ def reprocess_batch(
     position = require_reprocessable_tables(ingestion_tables, batch_context.branch)
     session = batch_context.session()
     frame = _mark_selected(session, ingestion_tables, batch_context, selection, position)
-    pairs = [tuple(row) for row in frame.select("__topic", "__incarnation").distinct().collect()]
-    if not pairs:
+    counts = {(row[0], row[1]): int(row[2]) for row in _count_by_topic(frame)}
+    if not counts:
         return None
+    pairs = [*counts]
     record_format = (
         ingest.format.with_empty_cache() if isinstance(ingest.format, RegistryAvro) else ingest.format
     )
@@ -227,21 +239,29 @@ def reprocess_batch(
         failed_scans.delete_files()
     evolution = stored_pass.evolution
     add_unwritable_dead_letters(stored_pass, frame, build_work)
-    if stored_pass.reached is not None:
-        _unmark_others(session, ingestion_tables, batch_context, stored_pass.reached, position)
-    if left_out := evolution.scanned.counts["left_out"]:
-        raise DeadLettersLeftOut(
-            f"{left_out} of {evolution.scanned.counts['records']} dead letters would give neither a row nor"
-            f" a dead letter, so ingestion {ingest.name} reprocesses none of them.",
-            branch=batch_context.branch,
-            run_id=batch_context.run_id,
-            hint="Select others with --table, --error-kind or --since, and report this dead letter with its"
-            " record.",
-        )
-    _commit_rows(evolution, batch_context, position, tables)
+    with delete_on_failure(evolution.scanned, evolution.targets):
+        all_count, reached_count = sum(counts.values()), stored_pass.reached_count
+        require_all_read(stored_pass, all_count if reached_count is None else reached_count, batch_context)
+        if stored_pass.reached is not None:
+            _unmark_others(session, ingestion_tables, batch_context, stored_pass.reached, position)
+        if left_out := evolution.scanned.counts["left_out"]:
+            raise DeadLettersLeftOut(
+                f"{left_out} of {evolution.scanned.counts['records']} dead letters would give neither a row"
+                f" nor a dead letter, so ingestion {ingest.name} reprocesses none of them.",
+                branch=batch_context.branch,
+                run_id=batch_context.run_id,
+                hint="Select others with --table, --error-kind or --since, and report this dead letter with"
+                " its record.",
+            )
+        _commit_rows(evolution, batch_context, position, tables)
     return ReprocessingResult(
         evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned, stored_pass.notes()
     )
+
+
+def _count_by_topic(frame: DataFrame) -> list[Row]:
+    """Return rows of topic, incarnation and the number of its records."""
+    return frame.groupBy("__topic", "__incarnation").count().collect()
 
 
 def require_reprocessable_tables(ingestion_tables: IngestionTables, branch: str) -> Offsets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
@@ -16,7 +17,7 @@ from branchlake_dagster.ingest.batch_tables import (
     prepare_targets,
 )
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.errors import TableTooNarrow
+from branchlake_dagster.ingest.errors import ColumnsUnknown, TableTooNarrow
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.prepared_records import mapped_fields, record_route, takes_route
 from branchlake_dagster.ingest.scan import ScanResult, delete_files
@@ -35,6 +36,7 @@ _MAX_EVOLUTIONS = 8
 all others."""
 
 _SHOWN = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class SchemaEvolution:
     scanned: ScanResult
     left_out: tuple[str, ...] = ()
     """One sentence for each table about fields that could not become columns."""
+
+    def has_all_of(self, ingestion_tables: IngestionTables) -> bool:
+        """Whether the pass wrote to all these tables, see `run_without_unknown_tables`."""
+        return ingestion_tables.identifiers.keys() <= self.ingestion_tables.identifiers.keys()
 
 
 def evolve_until_stable(
@@ -134,6 +140,8 @@ def build_targets(
     A created table has the declared columns, or the fields of the records of `frame`. With `evolve="add"`,
     existing tables get columns for the fields of the format's schema, if it has one. The fields that could
     not become columns are added to `left_out`, by table.
+
+    Raises ColumnsUnknown, with the dotted name of its table, if no record has fields for a new table.
     """
     ingest, schemas = ingestion_tables.ingest, {}
     for name, declaration in ingestion_tables.declarations.items():
@@ -150,7 +158,11 @@ def build_targets(
             ingest.envelope is not None,
             takes_route(declaration, record_route(ingest, record_format)),
         )
-        types = infer_field_types(frame, record_format, has_envelope=envelope, condition=condition)
+        try:
+            types = infer_field_types(frame, record_format, has_envelope=envelope, condition=condition)
+        except ColumnsUnknown as unknown:
+            unknown.table = name
+            raise
         fields, others = select_new_columns(types.fields, declaration.attributes, ingest.most_columns)
         schemas[name] = StructType(fields)
         if left_out is not None:
@@ -166,6 +178,20 @@ def build_targets(
         _evolve_targets(frame, ingest, record_format, targets, needs, omitted_fields, all_records=False)
         or targets
     )
+
+
+def run_without_unknown_tables(run: Callable[[IngestionTables], T], ingestion_tables: IngestionTables) -> T:
+    """Return the result of `run` with the tables, without new tables whose columns no record shows.
+
+    For passes over some of the records of a batch. Others may have the columns of a new table.
+    """
+    while True:
+        try:
+            return run(ingestion_tables)
+        except ColumnsUnknown as unknown:
+            if unknown.table is None or unknown.table not in ingestion_tables.declarations:
+                raise
+            ingestion_tables = ingestion_tables.without_tables([unknown.table])
 
 
 def _missing_fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.ingest.batch_passes import ingest_divided_batch
+from branchlake_dagster.ingest.batch_context import PlannedBatch
+from branchlake_dagster.ingest.batch_passes import PassResult, ingest_divided_batch
+from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
+from branchlake_dagster.ingest.planning import BatchPlan
 from branchlake_dagster.ingest.record_frames import (
     RecordPosition,
     exclude_records,
@@ -18,6 +22,8 @@ from branchlake_dagster.ingest.record_frames import (
     join_ranges,
     split_in_halves,
 )
+from branchlake_dagster.ingest.scan import ScanResult
+from branchlake_dagster.ingest.schema_evolution import SchemaEvolution
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone
 
@@ -110,6 +116,40 @@ def test_halves_are_what_they_are_made_of(ranges: Ranges) -> None:
     left, right = split_in_halves(ranges)
     assert _positions(left) + _positions(right) == _positions(ranges)
     assert abs(count_offsets(left) - count_offsets(right)) <= 1
+
+
+def test_a_record_is_found_among_records_that_lack_the_columns_of_a_new_table() -> None:
+    ranges = {PARTS[0]: OffsetRange(0, 8)}
+    bad, of_new_table = (PARTS[0], 2), (PARTS[0], 7)
+
+    def tables_of(*names: str) -> Any:
+        return SimpleNamespace(
+            identifiers=dict.fromkeys(names),
+            declarations=dict.fromkeys(names),
+            without_tables=lambda left_out: tables_of(*(one for one in names if one not in left_out)),
+            without_unknown_columns=lambda: tables_of("old"),
+        )
+
+    def run(pieces: list[Ranges], tables: Any) -> PassResult:
+        read = [one for piece in pieces for one in _positions(piece)]
+        if "new" in tables.identifiers and of_new_table not in read:
+            raise ColumnsUnknown("", table="new")
+        if bad in read:
+            raise ValueError
+        targets: Any = None
+        return PassResult(SchemaEvolution(tables, targets, ScanResult()), {})
+
+    passes: Any = SimpleNamespace(
+        undo_table_changes=lambda _: None,
+        run_on_empty_record=lambda: None,
+        run_on_ranges=run,
+        with_dead_letters=lambda pass_result, unwritable: replace(pass_result, notes=(*unwritable,)),
+    )
+    progress: Any = None
+    planned = PlannedBatch(tables_of("old", "new"), progress, {}, BatchPlan(ranges, lag=0))
+    _, pass_result = ingest_divided_batch(planned, passes, "hash", ValueError())
+    assert pass_result.notes == (bad,)
+    assert "new" in pass_result.evolution.ingestion_tables.identifiers
 
 
 @pytest.mark.parametrize("failure", [SparkGone("Spark is gone."), NessieUnavailable("away"), OSError("full")])
