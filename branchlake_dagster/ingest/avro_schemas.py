@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 _NAMED = frozenset({"record", "error", "enum", "fixed"})
-_PART_KEYS = ("items", "values")
+_PART_KEYS = {"array": "items", "map": "values"}
+_ORDERS = frozenset({"ascending", "descending", "ignore"})
+_NOT_COMPARED = frozenset({"name", "namespace", "aliases", "doc", "default"})
+_MAX_FIXED_BYTES = 2**31 - 9
+"""The longest size of a fixed type that Avro's parser takes: the longest array of Java's virtual machines."""
+_MAX_NAME_CHARACTER = 0xFFFF
+"""Avro's parser looks at the two halves of characters above this one. They are neither letters nor digits."""
 MAX_DECIMAL_DIGITS = 38
 """The longest precision of Spark's decimals."""
 
@@ -20,11 +27,16 @@ def describe_unreadable(schema: str) -> str | None:
 
     Spark has no types for records that contain themselves and for decimals with more than 38 digits, and does
     not distinguish fields by case. Types that the schema does not define are unknown to it, such as
-    references to other subjects of a registry. It refuses names with characters that Avro does not allow.
+    references to other subjects of a registry. Its parser refuses what Avro does not allow, such as names
+    with other characters, symbols that an enum has twice, and two branches of a union with the same type.
     """
     try:
         parsed_schema = json.loads(schema)
-        definitions = dict(_iter_definitions(parsed_schema, ""))
+        definitions: dict[str, tuple[Any, str]] = {}
+        for name, definition in _iter_definitions(parsed_schema, ""):
+            known_definition, _ = definitions.setdefault(name, definition)
+            if _comparable_part(known_definition) != _comparable_part(definition[0]):
+                return f"It defines type {name} twice."
         return next(_Reading(definitions).iter_problems(parsed_schema, "", ()), None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"It is not a valid Avro schema: {type(error).__name__}."
@@ -45,22 +57,28 @@ def _iter_definitions(avro_type: Any, namespace: str) -> Iterator[tuple[str, tup
         yield from _iter_definitions(part, namespace)
 
 
+def _comparable_part(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Avro compares of two definitions of one name. Equal ones are allowed."""
+    return {key: value for key, value in definition.items() if key not in _NOT_COMPARED}
+
+
 def _iter_parts(avro_type: dict[str, Any]) -> Iterator[Any]:
-    """Yield the types inside a type that is written as an object."""
-    if not isinstance(avro_type["type"], str):
-        yield avro_type["type"]
-    for field in avro_type.get("fields", ()):
-        yield field["type"]
-    for key in _PART_KEYS:
-        if key in avro_type:
-            yield avro_type[key]
+    """Yield the types inside a type that is written as an object. Raises KeyError if it lacks them."""
+    kind = avro_type["type"]
+    if not isinstance(kind, str):
+        yield kind
+    elif kind in ("record", "error"):
+        for field in avro_type["fields"]:
+            yield field["type"]
+    elif kind in _PART_KEYS:
+        yield avro_type[_PART_KEYS[kind]]
 
 
 def _full_name(avro_type: dict[str, Any], namespace: str) -> tuple[str, str]:
     """Return the full name of a named type, and the namespace of the names inside it."""
     name = avro_type["name"]
     if "." in name:
-        return name, name.rpartition(".")[0]
+        return name.removeprefix(".") if name.rfind(".") == 0 else name, name.rpartition(".")[0]
     inner_namespace = avro_type.get("namespace", namespace)
     return f"{inner_namespace}.{name}" if inner_namespace else name, inner_namespace
 
@@ -110,8 +128,66 @@ def _find_name(name: str, namespace: str, definitions: Mapping[str, Any]) -> str
 
 def _iter_invalid_names(names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        if not name.replace("_", "a").isalnum() or name[0].isdigit():
+        if not name or not all(map(_is_name_character, name)) or unicodedata.category(name[0]) == "Nd":
             yield f"Avro does not allow the name {name!r}."
+
+
+def _is_name_character(character: str) -> bool:
+    category = unicodedata.category(character)
+    return character == "_" or (
+        (category.startswith("L") or category == "Nd") and ord(character) <= _MAX_NAME_CHARACTER
+    )
+
+
+def _iter_duplicates(names: Iterable[str]) -> Iterator[str]:
+    return (name for name, count in Counter(names).items() if count > 1)
+
+
+def _iter_problems_of_name(avro_type: Mapping[str, Any], namespace: str) -> Iterator[str]:
+    """Yield a sentence for each problem of the name and the aliases of a named type."""
+    name = _full_name(dict(avro_type), namespace)[0]
+    if name in _PRIMITIVES:
+        yield f"A type is called {name}, like a primitive type."
+    yield from _iter_problems_of_aliases(avro_type)
+    aliases = [alias.rpartition(".")[2] for alias in avro_type.get("aliases", ())]
+    yield from _iter_invalid_names([*name.split("."), *aliases])
+
+
+def _iter_problems_of_aliases(part: Mapping[str, Any]) -> Iterator[str]:
+    aliases = part.get("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        yield f"The aliases of {part['name']} are not a list of names."
+
+
+def _iter_problems_of_field(field: Mapping[str, Any]) -> Iterator[str]:
+    yield from _iter_problems_of_aliases(field)
+    if "order" in field and str(field["order"]).lower() not in _ORDERS:
+        yield f"Field {field['name']} has an unknown order."
+    kind, default = field["type"], field.get("default")
+    kind = kind["type"] if isinstance(kind, dict) else kind
+    if kind in ("float", "double") and isinstance(default, str):
+        float(default)  # Avro's parser converts it
+
+
+def _iter_problems_of_enum(avro_type: Mapping[str, Any]) -> Iterator[str]:
+    if avro_type["type"] != "enum":
+        return
+    symbols, default = avro_type["symbols"], avro_type.get("default")
+    if not isinstance(symbols, list):
+        yield f"The symbols of enum {avro_type['name']} are not a list."
+    yield from _iter_invalid_names(symbols)
+    for symbol in _iter_duplicates(symbols):
+        yield f"Enum {avro_type['name']} has the symbol {symbol} twice."
+    if isinstance(default, str) and default not in symbols:
+        yield f"Enum {avro_type['name']} does not have its default {default}."
+
+
+def _iter_problems_of_fixed(avro_type: Mapping[str, Any]) -> Iterator[str]:
+    if avro_type["type"] != "fixed":
+        return
+    size = avro_type["size"]
+    if type(size) is not int or not 0 <= size <= _MAX_FIXED_BYTES:
+        yield f"The size of type {avro_type['name']} is not a number of bytes."
 
 
 class _Reading:
@@ -124,10 +200,11 @@ class _Reading:
     def iter_problems(self, avro_type: Any, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
         """Yield a sentence for each part that Spark cannot read. `open_names` are the records around it."""
         if isinstance(avro_type, list):
+            yield from self._iter_problems_of_union(avro_type, namespace)
             for one in avro_type:
                 yield from self.iter_problems(one, namespace, open_names)
         elif isinstance(avro_type, str):
-            yield from self._iter_problems_of_name(avro_type, namespace, open_names)
+            yield from self._iter_problems_of_reference(avro_type, namespace, open_names)
         elif not isinstance(avro_type["type"], str):
             yield "The type of an object is not a name. Write the inner type without the object around it."
         elif is_decimal(avro_type) and avro_type["precision"] > MAX_DECIMAL_DIGITS:
@@ -138,11 +215,31 @@ class _Reading:
             for part in _iter_parts(avro_type):
                 yield from self.iter_problems(part, namespace, open_names)
         elif avro_type["type"] in ("enum", "fixed"):
-            yield from _iter_invalid_names([*avro_type["name"].split("."), *avro_type.get("symbols", ())])
+            yield from _iter_problems_of_name(avro_type, namespace)
+            yield from _iter_problems_of_enum(avro_type)
+            yield from _iter_problems_of_fixed(avro_type)
         else:
-            yield from self._iter_problems_of_name(avro_type["type"], namespace, open_names)
+            yield from self._iter_problems_of_reference(avro_type["type"], namespace, open_names)
 
-    def _iter_problems_of_name(self, name: str, namespace: str, open_names: tuple[str, ...]) -> Iterator[str]:
+    def _iter_problems_of_union(self, branches: list[Any], namespace: str) -> Iterator[str]:
+        if any(isinstance(one, list) for one in branches):
+            yield "A union contains a union."
+        names = [self._branch_name(one, namespace) for one in branches if not isinstance(one, list)]
+        for name in _iter_duplicates(names):
+            yield f"A union has type {name} twice."
+
+    def _branch_name(self, branch: Any, namespace: str) -> str:
+        """Return the name by which Avro distinguishes the branches of a union."""
+        kind: Any = branch if isinstance(branch, str) else branch["type"]
+        if not isinstance(kind, str):
+            return str(kind)
+        if kind in _NAMED:
+            return _full_name(branch, namespace)[0]
+        return _find_name(kind, namespace, self._definitions) or kind
+
+    def _iter_problems_of_reference(
+        self, name: str, namespace: str, open_names: tuple[str, ...]
+    ) -> Iterator[str]:
         if name in _PRIMITIVES:
             return
         full_name = _find_name(name, namespace, self._definitions)
@@ -157,11 +254,16 @@ class _Reading:
         self, avro_type: dict[str, Any], namespace: str, open_names: tuple[str, ...]
     ) -> Iterator[str]:
         name, inner_namespace = _full_name(avro_type, namespace)
+        if not isinstance(avro_type["fields"], list):
+            yield f"The fields of record {name} are not a list."
         folded_names = Counter(field["name"].casefold() for field in avro_type["fields"])
         same_names = [one["name"] for one in avro_type["fields"] if folded_names[one["name"].casefold()] > 1]
         if same_names:
             yield f"Fields of record {name} have the same name in another case: {', '.join(same_names)}."
-        yield from _iter_invalid_names([*name.split("."), *(one["name"] for one in avro_type["fields"])])
+        yield from _iter_problems_of_name(avro_type, namespace)
+        yield from _iter_invalid_names(one["name"] for one in avro_type["fields"])
+        for field in avro_type["fields"]:
+            yield from _iter_problems_of_field(field)
         for part in _iter_parts(avro_type):
             yield from self.iter_problems(part, inner_namespace, (*open_names, name))
         self._readable_names.add(name)
