@@ -99,7 +99,7 @@ class Avro:
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of the schema, or with `has_envelope` of its field `after`."""
-        return avro_field_names(self.schema, "after" if has_envelope else None)
+        return _row_field_names(self.schema, has_envelope=has_envelope)
 
     def row_json(self, is_deletion: Expression | None) -> None:
         """Return None, because a row of a format with a schema is not available as JSON."""
@@ -268,12 +268,13 @@ class RegistryAvro:
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """Return the names of the fields of the newest schema, that with the greatest id.
 
-        With `has_envelope` these are the fields of `after` in the newest schema with that field. Returns []
-        without any schema.
+        With `has_envelope` these are the fields of `after` in the newest schema that has the envelope.
+        Returns [] without any schema.
         """
-        schemas = self._schemas_by_id()
         newest = self._find_newest(has_envelope=has_envelope)
-        return [] if newest is None else avro_field_names(schemas[newest], "after" if has_envelope else None)
+        if newest is None:
+            return []
+        return _row_field_names(self._schemas_by_id()[newest], has_envelope=has_envelope)
 
     def _find_newest(self, *, has_envelope: bool) -> int | None:
         """Return the greatest schema id, with `has_envelope` of the schemas that have the envelope.
@@ -283,8 +284,7 @@ class RegistryAvro:
         refusal: ConfigurationError | None = None
         for schema_id, schema in sorted(self._schemas_by_id().items(), reverse=True):
             try:
-                if has_envelope:
-                    avro_field_names(schema, "after")
+                _row_field_names(schema, has_envelope=has_envelope)
             except ConfigurationError as error:
                 refusal = error
             else:
@@ -457,6 +457,24 @@ def _accepts_null(avro_type: Any) -> bool:
     return avro_type == "null" or (isinstance(avro_type, list) and "null" in avro_type)
 
 
+def _row_field_names(schema: str, *, has_envelope: bool) -> list[str]:
+    """Return the field names of the row in a record schema, with `has_envelope` of its field `after`.
+
+    Raises ConfigurationError if the schema does not have the envelope: the fields `before` and `after` must
+    be records with the same fields.
+    """
+    if not has_envelope:
+        return avro_field_names(schema)
+    names = avro_field_names(schema, "after")
+    if names != avro_field_names(schema, "before"):
+        raise ConfigurationError(
+            "The fields before and after of the Avro schema are different records.",
+            hint="Remove envelope from the Ingest unless the values are Debezium's.",
+            reason="envelope_differs",
+        )
+    return names
+
+
 def _select_row(
     session: SparkSession, source: Expression, schema: str, is_deletion: Expression | None
 ) -> tuple[Expression, StructType]:
@@ -464,12 +482,7 @@ def _select_row(
     record_type = _load_record_types(session, [schema])[schema]
     if is_deletion is None:
         return source, record_type
-    if avro_field_names(schema, "after") != avro_field_names(schema, "before"):
-        raise ConfigurationError(
-            "The fields before and after of the Avro schema are different records.",
-            hint="Remove envelope from the Ingest unless the values are Debezium's.",
-            reason="envelope_differs",
-        )
+    _row_field_names(schema, has_envelope=True)
     return row_in_envelope(source, is_deletion), row_type_in_envelope(session, record_type)
 
 

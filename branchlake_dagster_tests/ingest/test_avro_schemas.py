@@ -147,6 +147,19 @@ def test_the_row_of_an_envelope_may_be_named(schema: dict[str, Any]) -> None:
     assert reading.schema_field_names(has_envelope=True) == ["f0", "f1"]
 
 
+@pytest.mark.parametrize("before", [None, "long", _record("Other", "long")], ids=json.dumps)
+def test_the_version_that_gives_columns_has_the_whole_envelope(before: Any) -> None:
+    """Rows need `before` too. Columns of a version without rows would never be filled."""
+    newer = {"name": "after", "type": _record("Value", "long", "string", "string")}
+    fields = [newer] if before is None else [{"name": "before", "type": before}, newer]
+    incomplete = _record("Envelope") | {"fields": fields}
+    reading = _answers({7: ENVELOPES[0], 8: incomplete})
+    assert reading.schema_field_names(has_envelope=True) == ["f0", "f1"]
+    for alone in (_answers({8: incomplete}), Avro(json.dumps(incomplete))):
+        with pytest.raises(ConfigurationError):
+            alone.schema_field_names(has_envelope=True)
+
+
 @pytest.mark.parametrize("kind", ["long", ["null", "string"], "Missing", ["null", "Kind"]])
 def test_a_field_that_is_not_a_record_has_no_row(kind: Any) -> None:
     enum = {"name": "k", "type": {"type": "enum", "name": "Kind", "symbols": ["A"]}}
