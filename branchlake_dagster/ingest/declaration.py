@@ -238,8 +238,9 @@ class Ingest:
             read: stop, or continue at its end.
         on_lost (Literal["stop", "skip"]): If records were deleted before they were read: stop, or skip them.
         idle_after (Optional[timedelta]): A partition does not hold the valid-through time back if it was read
-            to its end and its latest record is at least this old. Choose a longer time than records need to
-            reach the topic. (default: every partition counts, even one that never had a record)
+            to its end, has no open transaction, and its latest record is at least this old. Choose a longer
+            time than records need to reach the topic. (default: every partition counts, even one that never
+            had a record)
         create (bool): Whether missing tables are created.
         most_tables (int): Maximum number of tables that records may name, for each key with `{route}`. A
             record for one more table is a dead letter.

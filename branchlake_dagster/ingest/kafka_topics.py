@@ -134,7 +134,7 @@ class KafkaTopics:
         return client
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the present state of these topics, by name. Sends three requests for any number of topics.
+        """Return the present state of these topics, by name. Sends four requests for any number of topics.
 
         The end of a partition is the end of committed records. Raises KafkaRefused or KafkaUnavailable.
         """
@@ -147,16 +147,25 @@ class KafkaTopics:
             KafkaPartition(name, part.id) for name, topic in descriptions.items() for part in topic.partitions
         ]
         spec: Any = OffsetSpec  # its functions have no types
-        ends = self._list_offsets(dict.fromkeys(partitions, spec.latest()), IsolationLevel.READ_COMMITTED)
+        # First the begins: records may be deleted between the requests, and a begin after the end would look
+        # like a topic that was set back.
         begins = self._list_offsets(
             dict.fromkeys(partitions, spec.earliest()), IsolationLevel.READ_UNCOMMITTED
         )
+        latest = dict.fromkeys(partitions, spec.latest())
+        ends = self._list_offsets(latest, IsolationLevel.READ_COMMITTED)
+        log_ends = self._list_offsets(latest, IsolationLevel.READ_UNCOMMITTED)
         return {
             name: Topic(
                 name,
                 str(topic.topic_id),
                 {part.id: begins[name, part.id] for part in topic.partitions},
                 {part.id: ends[name, part.id] for part in topic.partitions},
+                {
+                    part.id: log_ends[name, part.id]
+                    for part in topic.partitions
+                    if log_ends[name, part.id] > ends[name, part.id]
+                },
             )
             for name, topic in descriptions.items()
         }

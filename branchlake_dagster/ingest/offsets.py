@@ -100,13 +100,15 @@ class Topic:
     reset cannot be compared, so they must not be merged by their maximum.
 
     `begins` is the first available offset of each partition. `ends` is the offset after the last record that
-    a reader of committed records may see.
+    a reader of committed records may see. `log_ends` is the offset after the last record, committed or not;
+    it has only partitions in which it differs from `ends`, because a transaction is open.
     """
 
     name: str
     incarnation: str
     begins: Mapping[int, int]
     ends: Mapping[int, int]
+    log_ends: Mapping[int, int] = field(default_factory=dict)
 
     def partitions(self) -> list[TopicPartition]:
         """Return all partitions of the topic, in the order of their numbers."""

@@ -462,14 +462,16 @@ def compute_valid_through_ms(
     The result is the least of the partitions' latest times, but at least `previous_ms`, the result of the
     batch before. As long as one partition has had no record, the result stays `previous_ms`.
 
-    With `idle_after_ms`, a partition does not count if it was read to its end (`reached` has the offsets) and
-    its latest record is at least that old.
+    With `idle_after_ms`, a partition does not count if it was read to its end (`reached` has the offsets), it
+    has no open transaction, and its latest record is at least that old.
     """
     times: list[int | None] = []
     for topic in topics:
         for partition in topic.partitions():
             latest_time = latest.get(partition)
-            at_end = reached.get(partition, 0) >= topic.ends[partition.partition]
+            # Records of an open transaction may be older than those of other partitions.
+            log_end = topic.log_ends.get(partition.partition, topic.ends[partition.partition])
+            at_end = reached.get(partition, 0) >= log_end
             if (
                 idle_after_ms is None
                 or not at_end

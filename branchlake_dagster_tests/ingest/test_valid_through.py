@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -58,6 +59,19 @@ def test_idle_partitions_hold_nothing_back_once_they_are_read_to_their_end() -> 
     assert compute_valid_through_ms([one], recent, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 99
     behind = topic(2, 7)
     assert compute_valid_through_ms([behind], latest, unread, 3, now_ms=NOW, idle_after_ms=100) == 3
+
+
+def test_a_partition_with_an_open_transaction_is_not_idle() -> None:
+    """Its records have earlier times, and were not in the tables when others were taken as complete."""
+    one = replace(topic(2, 7), log_ends={1: 9})
+    latest, read = {ONE: NOW - 5, OTHER: NOW - 500}, {ONE: 2, OTHER: 7}
+    assert compute_valid_through_ms([one], latest, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 500
+    ended = replace(one, ends={0: 2, 1: 9}, log_ends={})
+    assert compute_valid_through_ms(
+        [ended], latest, {ONE: 2, OTHER: 9}, None, now_ms=NOW, idle_after_ms=100
+    ) == (NOW - 5)
+    unread = replace(one, ends={0: 2, 1: 0})
+    assert compute_valid_through_ms([unread], {ONE: NOW - 5}, {ONE: 2}, 3, now_ms=NOW, idle_after_ms=100) == 3
 
 
 def test_where_all_partitions_are_idle_the_time_stays() -> None:
