@@ -336,8 +336,9 @@ def plan_next_batch(
         rules=ingest.change_rules,
         first_offsets=progress.first_offsets,
     )
-    if topic_starts.notes:
-        # Record the start even if no records wait: Kafka may delete the group before the first record.
+    if topic_starts.must_record:
+        # Even if no records wait: the end is another one after the first record, and Kafka may delete the
+        # group.
         plan = replace(plan, notes=(*topic_starts.notes, *plan.notes), must_record=True)
     return PlannedBatch(ingestion_tables, progress, current_topics, plan)
 
@@ -345,7 +346,8 @@ def plan_next_batch(
 class _TopicStarts:
     """Finds the first offsets of topics that were never read, by the ingestion's `start`.
 
-    `notes` gets a sentence for each topic that starts at committed or given offsets.
+    `notes` gets a sentence for each topic that starts at committed or given offsets. `must_record` becomes
+    True if a topic would start at other offsets when it is planned again later.
     """
 
     def __init__(self, ingest: Ingest, topics: Topics) -> None:
@@ -353,6 +355,7 @@ class _TopicStarts:
         self._topics = topics
         self._committed: Mapping[str, Mapping[int, int]] | None = None
         self.notes: list[str] = []
+        self.must_record = False
 
     def first_offsets(self, topic: Topic) -> Offsets:
         """Return the first offset to read of each partition.
@@ -361,6 +364,8 @@ class _TopicStarts:
         KafkaRefused, or ConfigurationError if the source has no consumer groups.
         """
         start = self._ingest.start
+        # Without partitions there is nothing to record yet.
+        self.must_record = self.must_record or (start != "earliest" and bool(topic.ends))
         if isinstance(start, CommittedOffsets):
             origin = f"the committed offsets of consumer group {start.group}"
             given_offsets = self._committed_by(start.group).get(topic.name, {})

@@ -137,9 +137,11 @@ def ingest_batch(
     )
     started_us = int(clock().timestamp() * 1_000_000)
     if not planned_batch.plan.ranges:
-        targets = build_targets(planned_batch.ingestion_tables, batch_context, None, record_format)
+        # Only records show the columns of a table that declares none.
+        ingestion_tables = planned_batch.ingestion_tables.without_unknown_columns()
+        targets = build_targets(ingestion_tables, batch_context, None, record_format)
         return _finish_batch(
-            planned_batch,
+            replace(planned_batch, ingestion_tables=ingestion_tables),
             batch_context,
             targets,
             ScanResult(),

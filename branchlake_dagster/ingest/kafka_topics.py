@@ -216,7 +216,9 @@ class KafkaTopics:
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
         """Return the offset of the first record at `moment` or later, by partition.
 
-        For a partition without such a record it is the end of the partition.
+        For a partition without such a record it is the end of the partition. Raises KafkaUnavailable (reason
+        `not_committed`) if that offset is after the end: records were added meanwhile, or a transaction is
+        open.
         """
         from confluent_kafka import IsolationLevel
         from confluent_kafka import TopicPartition as KafkaPartition
@@ -227,12 +229,23 @@ class KafkaTopics:
             {KafkaPartition(topic.name, number): offset_spec for number in topic.ends},
             IsolationLevel.READ_UNCOMMITTED,
         )
-        return {
-            partition: max(offsets[topic.name, partition.partition], 0)
-            if offsets[topic.name, partition.partition] >= 0
-            else topic.ends[partition.partition]
+        starts = {
+            partition: topic.ends[partition.partition] if at < 0 else at
             for partition in topic.partitions()
+            for at in [offsets[topic.name, partition.partition]]
         }
+        after_end = [one for one, at in starts.items() if at > topic.ends[one.partition]]
+        if after_end:
+            first = min(after_end)
+            raise KafkaUnavailable(
+                f"Topic {topic.name} partition {first.partition} starts at offset {starts[first]}, which is"
+                f" after its committed records: they end at {topic.ends[first.partition]}.",
+                hint="Try again, if records were just added. Otherwise wait until the producer ends its"
+                " transaction, or until Kafka aborts it after transaction.timeout.ms.",
+                reason="not_committed",
+                subject=f"{topic.name}[{first.partition}]",
+            )
+        return starts
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
         """Return the committed offsets of a consumer group, by topic and partition; {} for an unknown group.

@@ -81,6 +81,8 @@ class LandingTopics:
 
     def _first_since(self, topic: Topic, partition: int, moment: datetime) -> int:
         for file in self._landing.files(topic.name, partition):
+            if file.first >= topic.ends[partition]:
+                break  # it was written after the topic was described
             with reading_landing_file(file):
                 rows = pq.read_table(file.path, columns=["offset", "timestamp"], partitioning=None)
                 since = rows.filter(pc.greater_equal(rows["timestamp"], moment))

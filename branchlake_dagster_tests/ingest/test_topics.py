@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, OffsetSpec
 from pyspark.errors import PythonException, SparkRuntimeException
 
 from branchlake_dagster.errors import BranchlakeError
@@ -24,7 +24,7 @@ from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused, KafkaUnavailable, RecordsDeleted
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_errors
-from branchlake_dagster.ingest.offsets import TopicPartition
+from branchlake_dagster.ingest.offsets import Topic, TopicPartition
 from branchlake_dagster.ingest.topic_source import LandingTopics
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.spark.session import translate_refusals
@@ -51,6 +51,39 @@ def test_topics_without_an_id_are_refused() -> None:
     for ask in (topics.describe, topics.topic_ids):
         with raising(KafkaRefused, "Kafka 2.8", reason="topic_id_missing", subject="orders"):
             ask(["orders"])
+
+
+def test_records_that_are_deleted_between_the_requests_are_no_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A begin after the end looked like a topic that had lost its end, which stops an ingestion."""
+    topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
+    one = SimpleNamespace(topic_id="i", partitions=[SimpleNamespace(id=0)])
+    monkeypatch.setattr(topics, "_describe_topics", lambda _: {"t": one})
+    states = [(0, 100, 110), (150, 150, 160), (150, 170, 180)]
+
+    def list_offsets(specs: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
+        begin, committed, end = states.pop(0)
+        if type(next(iter(specs.values()))) is type(OffsetSpec.earliest()):
+            return {("t", 0): begin}
+        is_committed = isolation == confluent_kafka.IsolationLevel.READ_COMMITTED
+        return {("t", 0): committed if is_committed else end}
+
+    monkeypatch.setattr(topics, "_list_offsets", list_offsets)
+    found = topics.describe(["t"])["t"]
+    assert found.begins[0] <= found.ends[0] <= found.log_ends[0]
+
+
+def test_a_start_after_the_committed_records_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first record since the start was in an open transaction: that was taken for a reset of the topic."""
+    topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
+    moment = datetime.fromtimestamp(1_700_000_000, UTC)
+
+    def starts(offset: int) -> Any:
+        monkeypatch.setattr(topics, "_list_offsets", lambda *_: {("t", 0): offset})
+        return topics.offsets_at_time(Topic("t", "i", {0: 2}, {0: 5}), moment)
+
+    assert [starts(offset) for offset in (3, 5, -1)] == [{ONE: 3}, {ONE: 5}, {ONE: 5}]
+    with raising(KafkaUnavailable, 7, 5, reason="not_committed", subject="t[0]"):
+        starts(7)
 
 
 COLLECTED_BY_ITS_OWN_THREAD = """
