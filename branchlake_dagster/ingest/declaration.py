@@ -235,7 +235,7 @@ class Ingest:
         on_recreated (Literal["stop", "start_over"]): If a topic was deleted and created again: stop, or read
             the new topic from its start.
         on_reset (Literal["stop", "continue_at_end"]): If a topic ends before the offset up to which it was
-            read: stop, or continue at its end.
+            read, or lacks a partition that was read: stop, or continue at its end, and without the partition.
         on_lost (Literal["stop", "skip"]): If records were deleted before they were read: stop, or skip them.
         idle_after (Optional[timedelta]): A partition does not hold the valid-through time back if it was read
             to its end, has no open transaction, and its latest record is at least this old. Choose a longer

@@ -31,6 +31,8 @@ from branchlake_dagster.ingest.offsets import (
 class TopicRules:
     """What planning does if a topic was recreated, ends before its position, or has lost unread records.
 
+    A topic that lacks a partition that was read counts as one that ends before its position.
+
     The fields are the options of `Ingest` with the same names. With "stop", TopicChanged is raised.
     """
 
@@ -97,7 +99,8 @@ def plan_batch(
     if its first records were deleted, they are lost. `first_offsets` has the first offset that was ever read
     of each partition, unless it is 0.
 
-    Raises TopicChanged if a topic was recreated or reset or has lost unread records, and its rule is "stop".
+    Raises TopicChanged if a topic was recreated or reset, lacks a partition that was read, or has lost unread
+    records, and its rule is "stop".
     """
     waiting: dict[TopicPartition, OffsetRange] = {}
     notes: list[str] = []
@@ -110,6 +113,9 @@ def plan_batch(
             for partition, offset in start.items()
             if _is_of_topic(partition, topic)
         }
+        missing_positions = {number: at for number, at in positions.items() if number not in topic.ends}
+        if missing_positions:
+            notes.append(_check_missing_partitions(topic, missing_positions, rules))
         next_offsets, topic_notes = _next_offsets(topic, start, positions, start_of_topic, rules)
         notes += topic_notes
         new_partitions = next_offsets.keys() - positions.keys()
@@ -121,6 +127,9 @@ def plan_batch(
                 if partition in earlier_first_offsets
             }
             topic, positions = topic.after_reset(), {}
+            # A missing partition that comes back continues at its offset.
+            for number, offset in missing_positions.items():
+                advanced_offsets[TopicPartition(topic.name, topic.incarnation, number)] = offset
             for number, offset in starts.items():
                 partition = TopicPartition(topic.name, topic.incarnation, number)
                 new_first_offsets[partition] = min(offset, next_offsets[number])
@@ -197,6 +206,25 @@ def _check_recreated(topic: Topic, earlier_incarnations: set[str], rules: TopicR
             subject=topic.name,
         )
     return what
+
+
+def _check_missing_partitions(topic: Topic, positions: Mapping[int, int], rules: TopicRules) -> str:
+    """Return a note about partitions that were read and that the topic no longer has.
+
+    `positions` are the offsets up to which they were read, by number. Raises TopicChanged if the rule is
+    "stop". In a landing folder the folder of a partition may be gone or not mounted.
+    """
+    parts = ", ".join(f"{number} (read up to offset {at})" for number, at in sorted(positions.items()))
+    what = f"Topic {topic.name} no longer has partition {parts}"
+    if rules.on_reset == "stop":
+        raise TopicChanged(
+            f"{what}, so it is unknown whether records wait there.",
+            hint="Restore the partition; in a landing folder, mount or restore its folder. Or set"
+            ' on_reset="continue_at_end" to continue without it.',
+            reason="partition_missing",
+            subject=f"{topic.name}[{min(positions)}]",
+        )
+    return f"{what}; the ingestion continues without it."
 
 
 def _clamp_offset(topic: Topic, number: int, offset: int, rules: TopicRules) -> tuple[int, str | None]:

@@ -375,6 +375,21 @@ def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() 
     assert plan(later, start=position).ranges == {TopicPartition("t", "i~1", 0): OffsetRange(5, 6)}
 
 
+def test_a_partition_that_was_read_and_is_gone_is_missed() -> None:
+    one, read = topic((0, 5)), at(3, 7)
+    with raising(TopicChanged, 7, reason="partition_missing", subject="t[1]"):
+        plan(one, start=read)
+    planned = plan(one, start=read, rules=LENIENT)
+    assert planned.ranges == {TopicPartition("t", "i", 0): OffsetRange(3, 5)}
+    assert len(planned.notes) == 1
+    assert plan(topic((0, 3)), start=read, rules=LENIENT).is_empty, "the note alone is no batch"
+    # It continues where it was when it is back, also after a reset of the others.
+    planned = plan(topic((0, 2)), start=read, rules=LENIENT)
+    position = merge_offsets(read, planned.advanced_offsets)
+    back = topic((0, 2), (0, 9)).with_recorded_resets(position)
+    assert plan(back, start=position).ranges == {TopicPartition("t", "i~1", 1): OffsetRange(7, 9)}
+
+
 def test_ranges_are_formatted() -> None:
     spans = {TopicPartition("t", "i", n): OffsetRange(n, 2 * n) for n in range(8)}
     assert format_ranges(spans, max_partitions=2) == "t[1] 1 to 1, t[2] 2 to 3 and 5 more"
