@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +48,7 @@ It reveals that the newest file was lost.
 _LISTINGS = 3
 _DIGITS = 20
 _MAX_OFFSET = (1 << 63) - 1
-_FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet")
+_FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet", re.ASCII)
 _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 
 
@@ -249,6 +250,28 @@ class Landing:
         for file in removed:
             file.path.unlink()
         return removed
+
+
+@contextlib.contextmanager
+def requiring_whole_file(file: LandingFile) -> Iterator[None]:
+    """Raise LandingDamaged if the file turns out to be empty, cut short, of another kind, or a folder.
+
+    Other errors of the operating system pass through: they do not concern the file's content.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, LookupError) as error:
+        # PyArrow raises some FileNotFoundErrors without the number of the error.
+        is_missing = isinstance(error, FileNotFoundError)
+        is_of_system = is_missing or (isinstance(error, OSError) and error.errno is not None)
+        if is_of_system and not isinstance(error, IsADirectoryError):
+            raise
+        raise LandingDamaged(
+            f"{file.path} is not a complete file of records: {error}",
+            hint="Restore the file from a backup.",
+            reason="file_unreadable",
+            subject=str(file.path),
+        ) from error
 
 
 def file_name(first: int, last: int) -> str:

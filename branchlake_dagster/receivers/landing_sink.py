@@ -26,6 +26,7 @@ from branchlake_dagster.receivers.landing import (
     Landing,
     LandingDamaged,
     file_name,
+    requiring_whole_file,
     sync_folder,
 )
 from branchlake_dagster.receivers.records import (
@@ -96,7 +97,8 @@ class LandingSink:
 
         Raises:
             PartitionTaken: Another receiver writes to the partition.
-            LandingDamaged: The newest files are gone, so their offsets would be used twice.
+            LandingDamaged: The newest files are gone, so their offsets would be used twice; or a file that
+                is needed to resume cannot be read.
         """
         self.landing.make_topic(self.topic)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,26 +123,36 @@ class LandingSink:
         `dropped` is the number of records that the receiver has dropped so far; it is logged with the file.
 
         Raises:
-            NotHandedOver: Nothing was written, for example because the disk is full.
+            NotHandedOver: Nothing was written, for example because the disk is full, or because the folder
+                is no longer the one that the sink has locked.
             NotConfirmed: The file was written, but may not survive a power cut.
         """
         first, last = self._next_offset, self._next_offset + len(records) - 1
         name = file_name(first, last)
         unfinished = self.folder / f".{name}{UNFINISHED_SUFFIX}"
         try:
+            self._require_locked_folder(records)
             with unfinished.open("wb") as file:
-                pq.write_table(self.as_table(records, first), file, compression="zstd")
+                # Without checksums, a reader may take damaged bytes for values: zstd stores what it cannot
+                # compress as it is.
+                table = self.as_table(records, first)
+                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.rename(self.folder / name)
+                size_bytes = os.fstat(file.fileno()).st_size
+            # Unlike a rename, a link never replaces a file.
+            (self.folder / name).hardlink_to(unfinished)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             raise NotHandedOver(
                 f"{len(records)} records could not be written to {self.folder / name}: {error}.",
                 records,
                 hint="Free space on the disk, or correct its permissions. The receiver tries again.",
             ) from error
         self._next_offset = last + 1
+        with contextlib.suppress(OSError):  # the next start of a receiver removes it
+            unfinished.unlink()
         try:
             sync_folder(self.folder)
             self._write_mark()
@@ -154,7 +166,7 @@ class LandingSink:
             first=first,
             last=last,
             rows=len(records),
-            size_bytes=(self.folder / name).stat().st_size,
+            size_bytes=size_bytes,
             opened=_format_time(records[0].received_ns),
             dropped_so_far=dropped,
         )
@@ -230,6 +242,25 @@ class LandingSink:
                 subject=f"{self.topic}[{self.partition}]",
             )
         self._lock_descriptor = descriptor
+
+    def _require_locked_folder(self, records: Sequence[Record]) -> None:
+        """Raise NotHandedOver if the partition's folder was removed or replaced since the sink was opened.
+
+        The lock stays with the former folder, so another receiver may write to the new one.
+        """
+        assert self._lock_descriptor is not None  # noqa: S101 - the sink is open
+        try:
+            is_locked = os.path.samestat(os.fstat(self._lock_descriptor), (self.folder / LOCK_FILE).stat())
+        except FileNotFoundError:
+            is_locked = False
+        if not is_locked:
+            raise NotHandedOver(
+                f"{len(records)} records could not be written to {self.folder}: the folder or its file"
+                f" {LOCK_FILE} was removed or replaced since this receiver opened it.",
+                records,
+                hint="Put the former folder back, and the receiver continues. Or restart the receiver: then"
+                " it writes to the folder that is there.",
+            )
 
     def _read_mark(self) -> int:
         """Read the next offset from the partition's mark; 0 if an older release wrote the folder."""
@@ -311,7 +342,13 @@ class LandingSink:
         cursor: bytes | None = None
         value_digests: list[bytes] = []
         for file in reversed(self.landing.files(self.topic, self.partition)):
-            table = pq.read_table(file.path, columns=["value", "headers"])
+            with requiring_whole_file(file):
+                table = pq.read_table(
+                    file.path,
+                    columns=["value", "headers"],
+                    partitioning=None,
+                    page_checksum_verification=True,
+                )
             for value, pairs in zip(
                 reversed(table["value"].to_pylist()), reversed(table["headers"].to_pylist()), strict=True
             ):

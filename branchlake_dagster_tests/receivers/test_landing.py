@@ -207,6 +207,58 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     assert landed(tmp_path)["value"].to_pylist() == [b"a"]
 
 
+def test_a_receiver_whose_folder_was_replaced_writes_nothing_there(tmp_path: Path) -> None:
+    """Its files went between those of the receiver that has the new folder, or replaced them."""
+    first = landing_sink(tmp_path)
+    first.open(resume=False)
+    first.write([record(b"a")])
+    (tmp_path / "t").rename(tmp_path / "away")
+    with raising(NotHandedOver) as gone:
+        first.write([record(b"b")])
+    write(tmp_path, [record(b"x")], [record(b"y")])
+    with raising(NotHandedOver) as replaced:
+        first.write([record(b"b")])
+    assert gone.value.records == replaced.value.records == [record(b"b")]
+    assert landed(tmp_path)["value"].to_pylist() == [b"x", b"y"]
+    # Once its folder is back, it continues.
+    shutil.rmtree(tmp_path / "t")
+    (tmp_path / "away").rename(tmp_path / "t")
+    first.write(replaced.value.records)
+    first.close()
+    assert landed(tmp_path)["value"].to_pylist() == [b"a", b"b"]
+
+
+def test_a_file_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    sink = landing_sink(tmp_path)
+    sink.open(resume=False)
+    other = tmp_path / "t" / "0" / file_name(0, 0)
+    other.write_bytes(b"restored")
+    with raising(NotHandedOver) as caught:
+        sink.write([record(b"a")])
+    assert isinstance(caught.value.__cause__, FileExistsError)
+    assert other.read_bytes() == b"restored"
+    other.unlink()
+    sink.write([record(b"a")])
+    sink.close()
+    assert {path.name for path in other.parent.iterdir()} == {".lock", NEXT_OFFSET_FILE, other.name}
+
+
+def test_a_damaged_file_that_is_needed_to_resume_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [record(b"a", cursor=b"1")])
+    path = tmp_path / "t" / "0" / file_name(0, 0)
+    path.write_bytes(path.read_bytes()[:-9])
+    with raising(LandingDamaged, reason="file_unreadable", subject=str(path)):
+        landing_sink(tmp_path).open(resume=True)
+
+
+def test_a_folder_that_looks_like_a_partition_of_a_data_set_is_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "value=5"
+    write(folder, [record(b"a", cursor=b"1")])
+    sink = landing_sink(folder)
+    assert sink.open(resume=True) == ResumeState(b"1", (digest_value(b"a"),))
+    sink.close()
+
+
 def test_the_log_names_each_file(tmp_path: Path) -> None:
     sink = landing_sink(tmp_path)
     sink.open(resume=False)
