@@ -17,7 +17,7 @@ from branchlake_dagster.ingest.batch_commit import (
     remove_expired_records,
 )
 from branchlake_dagster.ingest.batch_context import BatchContext, PlannedBatch
-from branchlake_dagster.ingest.batch_passes import BatchPasses, ingest_divided_batch
+from branchlake_dagster.ingest.batch_passes import BatchPasses, PassResult, ingest_divided_batch
 from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest
@@ -31,6 +31,7 @@ from branchlake_dagster.ingest.planning import (
     BatchPlan,
     compute_valid_through_ms,
     merge_latest_times,
+    narrow_plan,
 )
 from branchlake_dagster.ingest.record_frames import (
     Records,
@@ -47,6 +48,7 @@ from branchlake_dagster.ingest.unwritable_records import (
 )
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.receivers.landing import LandingDamaged
 from branchlake_dagster.stored_names import LakeProperty
 
 
@@ -122,6 +124,8 @@ def ingest_batch(
     passes. These records become dead letters. If the passes do not suffice, or if the remaining records fail
     only together, only the first part of the batch is written, and the result's plan has only its offsets.
 
+    If a file of a landing folder is damaged, only the records before it are written, with a note.
+
     Files that no table keeps are deleted: data files of earlier passes, of staged rows after the merge, of
     failed scans, and of a batch that certainly failed, and the metadata of dropped staging tables.
 
@@ -157,11 +161,23 @@ def ingest_batch(
     # Passes may create tables and columns. If records make the first one fail, they are reset to this hash.
     start_hash = batch_context.lake.nessie.reference(batch_context.branch).hash
     try:
-        pass_result = passes.run_on_ranges([planned_batch.plan.ranges], planned_batch.ingestion_tables)
-    except Exception as error:
-        if not is_caused_by_records(error):
+        planned_batch, pass_result = _run_passes(planned_batch, passes, records, start_hash)
+    except LandingDamaged as damage:
+        # The damaged file does not stop the records before it. The next batch begins at it, and fails.
+        if not (readable := records.ranges_before_damage(planned_batch.plan.ranges)):
             raise
-        planned_batch, pass_result = ingest_divided_batch(planned_batch, passes, start_hash, error)
+        passes.undo_table_changes(start_hash)
+        plan = narrow_plan(planned_batch.plan, readable)
+        note = f"Only the records before a damaged file were read. {damage}"
+        return ingest_batch(
+            replace(planned_batch, plan=replace(plan, notes=(*plan.notes, note))),
+            batch_context,
+            records,
+            tasks=tasks,
+            clock=clock,
+            commit_id=batch_id,
+            tables=iceberg_tables,
+        )
     finally:
         passes.failed_scans.delete_files()
     evolution = pass_result.evolution
@@ -191,6 +207,25 @@ def ingest_batch(
     delete_files(scan_result, written_targets, {*pass_result.staging_identifiers})
     delete_staging_metadata(passes.staging_tables)
     return result
+
+
+def _run_passes(
+    planned_batch: PlannedBatch, passes: BatchPasses, records: Records, start_hash: str
+) -> tuple[PlannedBatch, PassResult]:
+    """Make a pass over the whole batch, and divide the batch if its records make that pass fail.
+
+    Returns the batch with the offsets that the result has, and the result of the last pass. `start_hash` is
+    the branch's hash before the first pass.
+    """
+    try:
+        ranges = planned_batch.plan.ranges
+        return planned_batch, passes.run_on_ranges([ranges], planned_batch.ingestion_tables)
+    except Exception as error:
+        if not is_caused_by_records(error):
+            raise
+        # No division finds records in a damaged file.
+        records.require_undamaged(planned_batch.plan.ranges)
+        return ingest_divided_batch(planned_batch, passes, start_hash, error)
 
 
 def _finish_batch(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import pyarrow as pa
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
@@ -35,7 +35,13 @@ from branchlake_dagster.ingest.offsets import (
     topic_id,
 )
 from branchlake_dagster.ingest.spark_expressions import any_of
-from branchlake_dagster.receivers.landing import Landing, LandingDamaged, LandingFile
+from branchlake_dagster.receivers.landing import (
+    LANDING_SCHEMA,
+    Landing,
+    LandingDamaged,
+    LandingFile,
+    requiring_whole_file,
+)
 
 RecordPosition = tuple[TopicPartition, int]
 """The position of one record: its partition and its offset."""
@@ -235,6 +241,15 @@ class Records(Protocol):
         LandingDamaged if a landing folder does not have a record.
         """
 
+    def require_undamaged(self, ranges: Ranges) -> None:
+        """Raise LandingDamaged if a file with records of the ranges is damaged. A failed pass calls it."""
+
+    def ranges_before_damage(self, ranges: Ranges) -> Ranges:
+        """Return the first part of the ranges that can be read, after a pass over them raised LandingDamaged.
+
+        Returns {} if the damage is at the first records of a partition, or if there is none.
+        """
+
     def require_complete(self, ranges: Ranges, count: int) -> None:
         """Check, after the read, whether `count` records can be all records of the ranges.
 
@@ -301,6 +316,13 @@ class KafkaRecords:
             for timestamp_ms, key, value, headers in [self._topics.fetch_record(partition, offset)]
         ]
 
+    def require_undamaged(self, ranges: Ranges) -> None:
+        """Do nothing: Kafka has no files that could be damaged."""
+
+    def ranges_before_damage(self, ranges: Ranges) -> Ranges:  # noqa: ARG002 - see the docstring
+        """Return {}: Kafka has no files that could be damaged."""
+        return {}
+
     def require_complete(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see the docstring
         """Raise TopicReplaced if a topic has been deleted and created again since the plan.
 
@@ -313,19 +335,64 @@ class KafkaRecords:
 def reading_landing_file(file: LandingFile) -> Iterator[None]:
     """Raise LandingDamaged if the file turns out to be empty, cut short or of another kind.
 
-    Errors of the operating system pass through: they say nothing about the file's content.
+    Raises LandingUnavailable (reason `unreadable`) if the file has disappeared or the operating system cannot
+    read it.
     """
     try:
-        yield
-    except (pa.ArrowException, OSError, LookupError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise LandingDamaged(
-            f"{file.path} is not a complete file of records: {error}",
-            hint="Restore the file from a backup.",
-            reason="file_unreadable",
+        with requiring_whole_file(file):
+            yield
+    except OSError as error:
+        raise LandingUnavailable(
+            f"{file.path} cannot be read: {error}.",
+            hint="Check the mount and the permissions of the folder, and whether the file or what it links to"
+            " still exists. The next batch tries again.",
+            reason="unreadable",
             subject=str(file.path),
         ) from error
+
+
+def _require_records_of_name(file: LandingFile) -> None:
+    """Raise LandingDamaged if the file does not have each offset of its name once.
+
+    The count after the read cannot show that: in a batch with several files, a copy of one file under the
+    name of another one has as many records. Reads the footer and the column of offsets. Raises the errors of
+    `reading_landing_file` too.
+    """
+    with reading_landing_file(file), pq.ParquetFile(file.path) as parquet:
+        missing_columns = [name for name in LANDING_SCHEMA.names if name not in parquet.schema_arrow.names]
+        if missing_columns:
+            raise LookupError(f"it has no column {', '.join(missing_columns)}")
+        rows = parquet.metadata.num_rows
+        offsets = parquet.read(columns=["offset"])["offset"].to_numpy() if rows == file.rows else None
+    if offsets is None:
+        raise LandingDamaged(
+            f"{file.path} has {rows} records, but its name gives {file.rows}.",
+            hint="Restore the file from a backup.",
+            reason="record_count",
+            subject=str(file.path),
+        )
+    if not np.array_equal(offsets, np.arange(file.first, file.last + 1)):
+        raise LandingDamaged(
+            f"{file.path} does not have the offsets {file.first} to {file.last} of its name.",
+            hint="Restore the file from a backup. It may be a copy of another file.",
+            reason="offsets_differ",
+            subject=str(file.path),
+        )
+
+
+def _read_whole_file(file: LandingFile) -> None:
+    """Read all columns of the file. Raises LandingDamaged or LandingUnavailable."""
+    _require_records_of_name(file)
+    with reading_landing_file(file):
+        pq.read_table(file.path, partitioning=None, page_checksum_verification=True)
+
+
+def _is_damaged(file: LandingFile) -> bool:
+    try:
+        _read_whole_file(file)
+    except LandingDamaged:
+        return True
+    return False
 
 
 class LandingRecords:
@@ -352,20 +419,10 @@ class LandingRecords:
         files = [
             file
             for partition, offset_range in sorted(ranges.items())
-            for file in self._landing.files_with_offsets(
-                partition.topic, partition.partition, offset_range.start, offset_range.end
-            )
+            for file in self._files_of_range(partition, offset_range)
         ]
         for file in files:
-            with reading_landing_file(file):
-                rows = pq.read_metadata(file.path).num_rows
-            if rows != file.rows:
-                raise LandingDamaged(
-                    f"{file.path} has {rows} records, but its name gives {file.rows}.",
-                    hint="Restore the file from a backup.",
-                    reason="record_count",
-                    subject=str(file.path),
-                )
+            _require_records_of_name(file)
         conditions = [
             (F.col("topic") == partition.topic)
             & (F.col("partition") == partition.partition)
@@ -373,11 +430,45 @@ class LandingRecords:
             for partition, offset_range in sorted(ranges.items())
         ]
         reader = session.read.schema(_LANDING_DDL).options(
-            ignoreMissingFiles="false", ignoreCorruptFiles="false"
+            ignoreMissingFiles="false",
+            ignoreCorruptFiles="false",
+            **{"parquet.page.verify-checksum.enabled": "true"},
         )
         frame = reader.parquet(*(f"file://{file.path.absolute()}" for file in files))
         frame = frame.where(any_of(conditions)).coalesce(tasks)
         return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
+
+    def _files_of_range(self, partition: TopicPartition, offset_range: OffsetRange) -> list[LandingFile]:
+        return self._landing.files_with_offsets(
+            partition.topic, partition.partition, offset_range.start, offset_range.end
+        )
+
+    def require_undamaged(self, ranges: Ranges) -> None:
+        """Read the files with records of the ranges without Spark. Raise LandingDamaged if one is damaged.
+
+        Spark's error does not show whether a file or a record is the cause. Raises the errors of
+        `load_frame` too.
+        """
+        for partition, offset_range in sorted(ranges.items()):
+            for file in self._files_of_range(partition, offset_range):
+                _read_whole_file(file)
+
+    def ranges_before_damage(self, ranges: Ranges) -> Ranges:
+        """Return the ranges up to the first damaged file of each partition. Reads the files.
+
+        Returns {} if the first file of a partition is damaged, or if no file is. Raises LandingUnavailable,
+        OffsetsGone or LandingDamaged if the files cannot be listed or read.
+        """
+        readable: dict[TopicPartition, OffsetRange] = {}
+        for partition, offset_range in ranges.items():
+            end = next(
+                (file.first for file in self._files_of_range(partition, offset_range) if _is_damaged(file)),
+                offset_range.end,
+            )
+            if end <= offset_range.start:
+                return {}
+            readable[partition] = OffsetRange(offset_range.start, end)
+        return {} if readable == ranges else readable
 
     def _topic_ids(self, ranges: Ranges) -> dict[str, str]:
         """Return the ids of the topics in the folder, by topic.
@@ -409,7 +500,7 @@ class LandingRecords:
                 partition.topic, partition.partition, offset, offset + 1
             )
             with reading_landing_file(file):
-                rows = pq.read_table(file.path, partitioning=None)
+                rows = pq.read_table(file.path, partitioning=None, page_checksum_verification=True)
                 row = rows.filter(pc.equal(rows["offset"], offset))
                 time_us = row["timestamp"].cast("int64")[0].as_py()
                 (values,) = row.drop_columns(["timestamp"]).to_pylist()

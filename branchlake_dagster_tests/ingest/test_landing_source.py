@@ -302,6 +302,32 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     assert driver.look().progress.position == {}
 
 
+def damage_values(path: Path) -> None:
+    """Damage the values of the records, which are long and random. The end of the file stays whole."""
+    chunk = pq.read_metadata(path).row_group(0).column(1)
+    content, at = path.read_bytes(), (chunk.dictionary_page_offset or chunk.data_page_offset) + 500
+    path.write_bytes(content[:at] + bytes(1_000) + content[at + 1_000 :])
+
+
+def test_a_damaged_file_does_not_stop_the_records_before_it(
+    lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
+) -> None:
+    """Its end is whole, so only Spark meets the damage. The batch was divided up to 64 times for it."""
+    land(tmp_path, "a", values(1), [os.urandom(3_000)], values(3))
+    driver = LandingDriver(lakehouse, tmp_path, an_ingest(on_lost="skip"), spark_session)
+    first, second, _ = Landing(tmp_path).files("a", 0)
+    damage_values(second.path)
+    result = driver.batch()
+    assert (result.record_count, result.plan.lag, len(result.notes)) == (1, 2, 1)
+    with raising(LandingDamaged, reason="file_unreadable", subject=str(second.path)):
+        driver.batch()
+    # Who cannot restore it removes it, with the files that were read.
+    first.path.unlink()
+    second.path.unlink()
+    driver.batch()
+    assert sorted(driver.arrow()["id"].to_pylist()) == [1, 3]
+
+
 def test_files_outside_their_folder_fail_the_batch(
     lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
 ) -> None:
