@@ -321,13 +321,23 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
     )
     def remove(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        errors: list[BranchlakeError] = []
         for topic in topics:
             readers = [ingest for ingest in ingests if topic in ingest.topics]
-            removed = remove_landing_files(topic, readers, resource.lakehouse)
+            try:
+                removed = remove_landing_files(topic, readers, resource.lakehouse)
+            except BranchlakeError as error:
+                # Go on: otherwise the files of the other topics would fill the disk.
+                context.log.warning(f"{topic}: no file was removed. {error}")
+                if error.reason != "unknown_topic":  # of a sensor that has never sent anything
+                    errors.append(error)
+                continue
             rows = sum(file.rows for file in removed)
             context.log.info(
                 f"{topic}: removed {format_count(len(removed), 'file')} with {format_count(rows, 'record')}."
             )
+        if errors:
+            raise errors[0]
 
     @dg.job(
         name=name,

@@ -172,7 +172,11 @@ def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_befo
     """
     first_kept = 0
     for file in files:
-        if file.last >= read_offset or file.path.stat().st_mtime >= finished_before:
+        try:
+            is_old = file.path.stat().st_mtime < finished_before
+        except FileNotFoundError:
+            is_old = True  # another removal was faster
+        if file.last >= read_offset or not is_old:
             break
         first_kept = file.last + 1
     return first_kept

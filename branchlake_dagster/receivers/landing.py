@@ -246,9 +246,9 @@ class Landing:
         The newest file always stays, because the next receiver continues from its offsets.
         """
         removed = [file for file in self.files(topic, partition)[:-1] if file.last < offset]
-        # Start with the oldest file, so that an interruption leaves no gap.
+        # Start with the oldest file, so that an interruption leaves no gap. Another removal may be as far.
         for file in removed:
-            file.path.unlink()
+            file.path.unlink(missing_ok=True)
         return removed
 
 
