@@ -140,7 +140,9 @@ def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinit
         materializations = _iter_materializations(
             result, lakehouse, is_retry, find_table=planned_batch.loaded_tables.get
         )
-        checks = iter_check_results(result.ingest, result.scan_result.counts, result.targets.declarations)
+        # A batch without records does not create a table that declares no columns, but reports its check.
+        declarations = {**planned_batch.ingestion_tables.declarations, **result.targets.declarations}
+        checks = iter_check_results(result.ingest, result.scan_result.counts, declarations)
         yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
     return run_batch

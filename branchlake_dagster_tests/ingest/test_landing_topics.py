@@ -25,6 +25,7 @@ from branchlake_dagster.ingest.topic_source import LandingTopics, remove_read_fi
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster_tests import harness
 from branchlake_dagster_tests.ingest.test_landing_source import (
     LandingDriver,
     an_ingest,
@@ -192,6 +193,21 @@ def test_a_start_at_the_end_of_an_empty_topic_is_recorded_at_once(
     land(folder, "a", values(1, 2))
     (one,) = driver.look().topics["a"].partitions()
     assert driver.look().plan.ranges == {one: OffsetRange(0, 2)}
+
+
+def test_a_run_without_records_has_results_of_all_checks(lakehouse: Lakehouse) -> None:
+    """Also of a table whose columns are not known yet."""
+    folder = lakehouse.settings.landing_folder
+    land(folder, "a")
+    ingest = an_ingest_at_the_end()
+    (assets,) = (
+        one for one in ingest_definitions(ingest).assets or () if isinstance(one, dg.AssetsDefinition)
+    )
+    with harness.project(lakehouse, assets) as project:
+        project.settle(project.run())
+        checks = {(one.asset_key, one.check_name) for one in project.last.get_asset_check_evaluations()}
+    assert checks == {(one.asset_key, one.name) for one in assets.check_keys}
+    assert LandingDriver(lakehouse, folder, ingest, NO_SESSION).look().progress.position
 
 
 def test_a_topic_without_partitions_has_no_start_yet(lakehouse: Lakehouse, tmp_path: Path) -> None:
