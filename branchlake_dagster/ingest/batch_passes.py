@@ -108,15 +108,18 @@ class BatchPasses:
 
         The pass commits only new tables and columns and empty staging tables, not the data files.
         """
-        frames = [
+        loaded = [
             self._records.load_frame(self._batch_context.session(), one, tasks=self._tasks) for one in pieces
         ]
-        frame = reduce(DataFrame.unionAll, frames)
+        frame = reduce(DataFrame.unionAll, [one.frame for one in loaded])
+        sizes = [one.total_bytes for one in loaded if one.total_bytes is not None]
+        # After a failure the size is not relied upon: a decoder may make much of a few bytes.
+        is_known = len(sizes) == len(loaded) and not self.failed_scans
         if self._planned_batch.progress.replay_offsets:
             frame = with_waiting_tables(
                 frame, self._planned_batch.ingestion_tables.dead_letter_table, join_ranges(pieces)
             )
-        return self._run_on_frame(frame, ingestion_tables)
+        return self._run_on_frame(frame, ingestion_tables, sum(sizes) if is_known else None)
 
     def run_on_empty_record(self) -> None:
         """Make a pass over one record without timestamp, key, value and headers.
@@ -140,7 +143,10 @@ class BatchPasses:
         ).evolution
         delete_files(evolution.scanned, evolution.targets)
 
-    def _run_on_frame(self, frame: DataFrame, ingestion_tables: IngestionTables) -> PassResult:
+    def _run_on_frame(
+        self, frame: DataFrame, ingestion_tables: IngestionTables, total_bytes: int | None = None
+    ) -> PassResult:
+        """Make a pass over the records of `frame`, of which `total_bytes` bounds the size if it is known."""
         staged: dict[int, tuple[Identifier, Table]] = {}
 
         def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
@@ -159,7 +165,13 @@ class BatchPasses:
             min_offsets = self.min_offsets(targets.names)
             with self.failed_scans.remember_failure(work, targets.dead_letters.table.io):
                 return scan_records(
-                    frame, ingestion_tables.ingest, self._record_format, targets, min_offsets, work
+                    frame,
+                    ingestion_tables.ingest,
+                    self._record_format,
+                    targets,
+                    min_offsets,
+                    work,
+                    total_bytes=total_bytes,
                 )
 
         topics = self._planned_batch.topics

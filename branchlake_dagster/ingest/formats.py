@@ -7,7 +7,7 @@ record.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Protocol
@@ -709,15 +709,18 @@ class Decoded:
     def read(self, records: DataFrame) -> DataFrame:
         """Add `__decoded`, the struct of each value, and `__undecoded`, why the value was not decoded.
 
-        Both come from the function `decode`. `__undecoded` is null for a decoded value.
+        Both come from the function `decode`. `__undecoded` is null for a decoded value. Only the values are
+        sent to Python and not the whole records: their headers would cost more than everything else.
         """
-        decoded_fields = [
-            StructField("__decoded", self._spark_type()),
-            StructField("__undecoded", StringType()),
-        ]
-        return records.mapInArrow(
-            _build_batch_decoder(self.decode, pa.struct(list(self.schema))),
-            StructType([*records.schema.fields, *decoded_fields]),
+        kind = StructType([StructField("row", self._spark_type()), StructField("reason", StringType())])
+        decoder = F.arrow_udf(_build_decoder(self.decode, pa.struct(list(self.schema))), kind)
+        # Otherwise Spark may call it once for each column that uses its result.
+        decoded = records.withColumn("__result", decoder.asNondeterministic()(VALUE_COLUMN))
+        result = F.col("__result")
+        return decoded.select(
+            *records.columns,
+            result.getField("row").alias("__decoded"),
+            result.getField("reason").alias("__undecoded"),
         )
 
     def convert_rows(
@@ -770,17 +773,13 @@ class Decoded:
         return F.col("__decoded")
 
 
-def _build_batch_decoder(
-    decode: DecodeFunction, kind: pa.StructType
-) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    def decode_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            values = batch.column(batch.schema.get_field_index("__value"))
-            rows, reasons = decode_values(decode, values, kind)
-            columns = [*batch.columns, rows, reasons]
-            yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "__decoded", "__undecoded"])
+def _build_decoder(decode: DecodeFunction, kind: pa.StructType) -> Callable[[pa.Array], pa.Array]:
+    """Build the function for `arrow_udf` that decodes values. Its structs have a row and a reason."""
 
-    return decode_batches
+    def decode_array(values: pa.Array) -> pa.Array:
+        return pa.StructArray.from_arrays(list(decode_values(decode, values, kind)), ["row", "reason"])
+
+    return decode_array
 
 
 def decode_values(

@@ -222,14 +222,23 @@ class RawRecord:
     headers: Sequence[tuple[str, bytes | None]] = ()
 
 
+@dataclass(frozen=True)
+class LoadedRecords:
+    """Records that Spark will read.
+
+    The columns of `frame` are `RECORD_COLUMNS` with the prefix `__`. `total_bytes` bounds the size of all
+    records together in bytes; None if it is not known.
+    """
+
+    frame: DataFrame
+    total_bytes: int | None = None
+
+
 class Records(Protocol):
     """The source of a batch's records."""
 
-    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """Return the records of the ranges. The columns are `RECORD_COLUMNS` with the prefix `__`.
-
-        Spark reads the frame in up to `tasks` tasks.
-        """
+    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> LoadedRecords:
+        """Return the records of the ranges. Spark reads their frame in up to `tasks` tasks."""
 
     def translate_errors(self) -> AbstractContextManager[None]:
         """Return a context in which failures of the source are raised as branchlake errors."""
@@ -265,8 +274,8 @@ class KafkaRecords:
         self._cluster = cluster
         self._topics = topics
 
-    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """Return the records of the ranges; the columns are `RECORD_COLUMNS` with the prefix `__`.
+    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> LoadedRecords:
+        """Return the records of the ranges; their size is not known.
 
         Spark reads the records later, in up to `tasks` tasks. If a record is deleted before that, the batch
         fails.
@@ -288,7 +297,7 @@ class KafkaRecords:
             "minPartitions": str(tasks),
         }
         frame = session.read.format("kafka").options(**options).load().coalesce(tasks)
-        return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
+        return LoadedRecords(_with_prefix(frame))
 
     def translate_errors(self) -> AbstractContextManager[None]:
         """Return a context that turns Spark's failures to read Kafka into branchlake errors.
@@ -351,8 +360,10 @@ def reading_landing_file(file: LandingFile) -> Iterator[None]:
         ) from error
 
 
-def _require_records_of_name(file: LandingFile) -> None:
-    """Raise LandingDamaged if the file does not have each offset of its name once.
+def _require_records_of_name(file: LandingFile) -> int:
+    """Raise LandingDamaged if the file does not have each offset of its name once. Return its size.
+
+    The size is that of the columns without compression, in bytes.
 
     The count after the read cannot show that: in a batch with several files, a copy of one file under the
     name of another one has as many records. Reads the footer and the column of offsets. Raises the errors of
@@ -362,7 +373,8 @@ def _require_records_of_name(file: LandingFile) -> None:
         missing_columns = [name for name in LANDING_SCHEMA.names if name not in parquet.schema_arrow.names]
         if missing_columns:
             raise LookupError(f"it has no column {', '.join(missing_columns)}")
-        rows = parquet.metadata.num_rows
+        metadata = parquet.metadata
+        rows = metadata.num_rows
         offsets = parquet.read(columns=["offset"])["offset"].to_numpy() if rows == file.rows else None
     if offsets is None:
         raise LandingDamaged(
@@ -371,13 +383,14 @@ def _require_records_of_name(file: LandingFile) -> None:
             reason="record_count",
             subject=str(file.path),
         )
-    if not np.array_equal(offsets, np.arange(file.first, file.last + 1)):
+    if not np.array_equal(np.sort(offsets), np.arange(file.first, file.last + 1)):
         raise LandingDamaged(
             f"{file.path} does not have the offsets {file.first} to {file.last} of its name.",
             hint="Restore the file from a backup. It may be a copy of another file.",
             reason="offsets_differ",
             subject=str(file.path),
         )
+    return sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
 
 
 def _read_whole_file(file: LandingFile) -> None:
@@ -409,8 +422,8 @@ class LandingRecords:
             )
         self._landing = Landing(folder)
 
-    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """Return the records of the ranges; the columns are `RECORD_COLUMNS` with the prefix `__`.
+    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> LoadedRecords:
+        """Return the records of the ranges. Their size is that of their whole files without compression.
 
         Spark reads the files later; if one is removed before that, the batch fails. Raises LandingDamaged,
         OffsetsGone, LandingUnavailable or TopicReplaced.
@@ -421,8 +434,9 @@ class LandingRecords:
             for partition, offset_range in sorted(ranges.items())
             for file in self._files_of_range(partition, offset_range)
         ]
+        total_bytes = 0
         for file in files:
-            _require_records_of_name(file)
+            total_bytes += _require_records_of_name(file)
         conditions = [
             (F.col("topic") == partition.topic)
             & (F.col("partition") == partition.partition)
@@ -436,7 +450,7 @@ class LandingRecords:
         )
         frame = reader.parquet(*(f"file://{file.path.absolute()}" for file in files))
         frame = frame.where(any_of(conditions)).coalesce(tasks)
-        return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
+        return LoadedRecords(_with_prefix(frame), total_bytes)
 
     def _files_of_range(self, partition: TopicPartition, offset_range: OffsetRange) -> list[LandingFile]:
         return self._landing.files_with_offsets(
@@ -536,6 +550,10 @@ class LandingRecords:
                 reason="records_missing",
                 subject=format_ranges(ranges),
             )
+
+
+def _with_prefix(frame: DataFrame) -> DataFrame:
+    return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
 
 
 def _require_same_topics(ranges: Ranges, ids: Mapping[str, str]) -> None:

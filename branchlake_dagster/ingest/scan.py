@@ -49,8 +49,11 @@ _ARROW = "spark.sql.execution.arrow"
 _MAX_RECORDS, _MAX_BYTES = 2_500, 64 << 20
 """Limits for the records and bytes that Spark sends to a worker at once. To limit the bytes, Spark adds up
 all columns after each record, which took a sixth of a batch's time. So the byte limit is only set where
-records may be large: in a session's first batch, after a batch with large records, and after a failed batch.
-Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow vector."""
+records may be large: in a session's first batch unless its size is known, after a batch with large records,
+and after a failed batch. Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow
+vector."""
+_SMALL_BATCH_BYTES = 256 << 20
+"""The largest known size of a batch's records that needs no byte limit: an eighth of an Arrow vector."""
 _NO_BOUND = (1 << 31) - 1
 _small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
@@ -110,15 +113,21 @@ def scan_records(
     targets: BatchTargets,
     min_offsets: Mapping[str, Offsets],
     work: Work,
+    *,
+    total_bytes: int | None = None,
 ) -> ScanResult:
     """Convert the records, write them to data files of the targets, and count them. Commits nothing.
 
     `min_offsets` has the offsets below which each table takes no records. Stored records, which have a column
     of their topic's incarnation, may be from several incarnations of a topic. Records that are read from
-    topics are from one incarnation of each.
+    topics are from one incarnation of each. `total_bytes` bounds the size of all records together in bytes;
+    None if it is not known.
     """
     session = records.sparkSession
-    _limit_batch_bytes(session, _NO_BOUND if session in _small_record_sessions else _MAX_BYTES)
+    are_few_bytes = total_bytes is not None and total_bytes <= _SMALL_BATCH_BYTES
+    _limit_batch_bytes(
+        session, _NO_BOUND if are_few_bytes or session in _small_record_sessions else _MAX_BYTES
+    )
     _small_record_sessions.discard(session)
     frame = record_format.read(records)
     stored_topics = (
@@ -295,6 +304,10 @@ class FailedScans:
     """The failed scans of a batch. Their tasks may have written data files that they did not report."""
 
     _scans: list[tuple[Work, FileIO]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether a scan has failed since `delete_files`."""
+        return bool(self._scans)
 
     @contextlib.contextmanager
     def remember_failure(self, work: Work, io: FileIO) -> Iterator[None]:

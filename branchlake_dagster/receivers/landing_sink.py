@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -140,8 +141,7 @@ class LandingSink:
                 file.flush()
                 os.fsync(file.fileno())
                 size_bytes = os.fstat(file.fileno()).st_size
-            # Unlike a rename, a link never replaces a file.
-            (self.folder / name).hardlink_to(unfinished)
+            _rename_to_new(unfinished, self.folder / name)
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
@@ -152,7 +152,7 @@ class LandingSink:
             ) from error
         self._next_offset = last + 1
         with contextlib.suppress(OSError):  # the next start of a receiver removes it
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         try:
             sync_folder(self.folder)
             self._write_mark()
@@ -384,3 +384,23 @@ def _read_last_entries(path: Path) -> list[dict[str, Any]]:
 
 def _format_time(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="microseconds")
+
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+"""The errors of file systems without hard links, such as exFAT and some network file systems."""
+
+
+def _rename_to_new(unfinished: Path, path: Path) -> None:
+    """Give a file its final name. Raises FileExistsError if a file has that name.
+
+    Unlike a rename, a link never replaces a file. Where there are no links, a file that appears between the
+    check and the rename is replaced. The first name may remain.
+    """
+    try:
+        path.hardlink_to(unfinished)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        unfinished.rename(path)

@@ -291,7 +291,7 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     first.path.write_bytes(whole)
     topic = driver.look().topics["a"]
     ranges = dict.fromkeys(topic.partitions(), OffsetRange(0, 3))
-    frame = driver.records.load_frame(spark_session, ranges, tasks=1)
+    frame = driver.records.load_frame(spark_session, ranges, tasks=1).frame
     assert frame.schema  # it is planned before the file goes
     second.path.unlink()
     with pytest.raises(PySparkException) as gone:

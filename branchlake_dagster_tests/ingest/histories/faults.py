@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import requests
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from urllib3.exceptions import ConnectTimeoutError
 
 from branchlake_dagster.ingest.offsets import Ranges
-from branchlake_dagster.ingest.record_frames import RawRecord, RecordPosition, Records
+from branchlake_dagster.ingest.record_frames import LoadedRecords, RawRecord, RecordPosition, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import transport
 from branchlake_dagster.nessie.client import NessieClient
@@ -153,7 +153,7 @@ class FaultyRecords:
     records: Records
     fate: Fate
 
-    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> LoadedRecords:
         return self.fate.step(
             "pass",
             lambda: self.records.load_frame(session, ranges, tasks=tasks),
