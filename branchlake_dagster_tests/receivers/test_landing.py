@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -228,7 +229,17 @@ def test_a_receiver_whose_folder_was_replaced_writes_nothing_there(tmp_path: Pat
     assert landed(tmp_path)["value"].to_pylist() == [b"a", b"b"]
 
 
-def test_a_file_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_there_is_never_replaced(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems have no hard links."""
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
     sink = landing_sink(tmp_path)
     sink.open(resume=False)
     other = tmp_path / "t" / "0" / file_name(0, 0)
