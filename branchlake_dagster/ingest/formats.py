@@ -17,6 +17,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import DataType, FractionalType, NullType, StringType, StructField, StructType
 
 from branchlake_dagster.errors import ConfigurationError
@@ -713,7 +714,10 @@ class Decoded:
         sent to Python and not the whole records: their headers would cost more than everything else.
         """
         kind = StructType([StructField("row", self._spark_type()), StructField("reason", StringType())])
-        decoder = F.arrow_udf(_build_decoder(self.decode, pa.struct(list(self.schema))), kind)
+        # PySpark's stubs do not know that the result may be a struct.
+        decoder = arrow_udf(  # type: ignore[call-overload]
+            _build_decoder(self.decode, pa.struct(list(self.schema))), kind
+        )
         # Otherwise Spark may call it once for each column that uses its result.
         decoded = records.withColumn("__result", decoder.asNondeterministic()(VALUE_COLUMN))
         result = F.col("__result")
