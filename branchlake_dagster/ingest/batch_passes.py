@@ -17,6 +17,7 @@ from branchlake_dagster.ingest.batch_commit import (
 )
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, PlannedBatch
 from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
+from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import (
     Offsets,
@@ -311,19 +312,21 @@ def ingest_divided_batch(
     remaining records fail together, only the first part of the batch is written. Raises `error` if a pass
     over one empty record fails too, or if no part of the batch can be written.
     """
-    # If every pass fails, a wrongly declared table may be the cause, although each record fails alone.
-    any_pass_succeeded = len(planned_batch.ingestion_tables.without_unknown_columns().identifiers) == len(
-        planned_batch.ingestion_tables.identifiers
-    )
+    # If no pass writes to a new table, its wrong declaration may be the cause, although each record fails
+    # alone.
+    all_tables = planned_batch.ingestion_tables
+    unwritten = all_tables.identifiers.keys() - all_tables.without_unknown_columns().identifiers.keys()
 
     def error_of(ranges: Ranges) -> Exception | None:
-        nonlocal any_pass_succeeded
+        nonlocal unwritten
         try:
             evolution = run_without_unknown_tables(
                 lambda tables: passes.run_on_ranges([ranges], tables), planned_batch.ingestion_tables
             ).evolution
             delete_files(evolution.scanned, evolution.targets)
-            any_pass_succeeded |= evolution.has_all_of(planned_batch.ingestion_tables)
+            unwritten -= evolution.ingestion_tables.identifiers.keys()
+        except ColumnsUnknown:
+            return None  # a table of a family, which only the records name
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise
@@ -343,18 +346,16 @@ def ingest_divided_batch(
     finally:
         passes.undo_table_changes(start_hash)
     division = find_unwritable_records(planned_batch.plan.ranges, error_of)
-    if not any_pass_succeeded:
+    if unwritten:
         raise error
     for parts in (division.resolved, division.resolved[:1]):
         ranges = join_ranges(parts)
         unwritable = {one: cause for one, cause in division.unwritable.items() if _is_in_ranges(one, ranges)}
         pieces = exclude_records(ranges, unwritable)
         try:
+            # Without a new table, its records would be lost: this pass fails if it does not show the columns.
             pass_result = (
-                run_without_unknown_tables(
-                    lambda tables: passes.run_on_ranges(pieces, tables),  # noqa: B023 - called at once
-                    planned_batch.ingestion_tables,
-                )
+                passes.run_on_ranges(pieces, planned_batch.ingestion_tables)
                 if pieces
                 else passes.build_empty_result()
             )

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.errors import OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables
 from branchlake_dagster.ingest.batch_tables import BatchTargets
-from branchlake_dagster.ingest.errors import RecordsUnread
+from branchlake_dagster.ingest.errors import ColumnsUnknown, RecordsUnread
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition
 from branchlake_dagster.ingest.prepared_records import FOR_TABLE, INCARNATION
 from branchlake_dagster.ingest.record_frames import (
@@ -106,8 +106,9 @@ class _Division:
         self._evolve = evolve
         self._start_hash = start_hash
         known_tables = ingestion_tables.without_unknown_columns()
-        # If every pass fails, a wrongly declared table may be the cause, although each record fails alone.
-        self._any_pass_succeeded = len(known_tables.identifiers) == len(ingestion_tables.identifiers)
+        # If no pass writes to a new table, its wrong declaration may be the cause, although each record fails
+        # alone.
+        self._unwritten = ingestion_tables.identifiers.keys() - known_tables.identifiers.keys()
 
     def run(self, error: Exception) -> StoredPass:
         self._undo_table_changes()
@@ -120,7 +121,7 @@ class _Division:
             return self._error_of(_select(positions, part))
 
         division = find_unwritable_records({_NUMBERS: OffsetRange(0, len(positions))}, error_of)
-        if not self._any_pass_succeeded:
+        if self._unwritten:
             raise error
         unwritable = {positions[number]: cause for (_, number), cause in division.unwritable.items()}
         for parts in (division.resolved, division.resolved[:1]):
@@ -178,7 +179,9 @@ class _Division:
             frame = self._frame.where(_is_between(positions))
             evolution = self._evolve_known(frame)
             delete_files(evolution.scanned, evolution.targets)
-            self._any_pass_succeeded |= evolution.has_all_of(self._ingestion_tables)
+            self._unwritten -= evolution.ingestion_tables.identifiers.keys()
+        except ColumnsUnknown:
+            return None  # a table of a family, which only the records name
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise

@@ -49,10 +49,6 @@ class SchemaEvolution:
     left_out: tuple[str, ...] = ()
     """One sentence for each table about fields that could not become columns."""
 
-    def has_all_of(self, ingestion_tables: IngestionTables) -> bool:
-        """Whether the pass wrote to all these tables, see `run_without_unknown_tables`."""
-        return ingestion_tables.identifiers.keys() <= self.ingestion_tables.identifiers.keys()
-
 
 def evolve_until_stable(
     ingestion_tables: IngestionTables,

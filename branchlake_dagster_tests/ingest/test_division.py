@@ -118,23 +118,26 @@ def test_halves_are_what_they_are_made_of(ranges: Ranges) -> None:
     assert abs(count_offsets(left) - count_offsets(right)) <= 1
 
 
-def test_a_record_is_found_among_records_that_lack_the_columns_of_a_new_table() -> None:
-    ranges = {PARTS[0]: OffsetRange(0, 8)}
-    bad, of_new_table = (PARTS[0], 2), (PARTS[0], 7)
+def _planned_tables(*names: str) -> Any:
+    """Tables of which only `old` has known columns."""
+    return SimpleNamespace(
+        identifiers=dict.fromkeys(names),
+        declarations=dict.fromkeys(names),
+        without_tables=lambda left_out: _planned_tables(*(one for one in names if one not in left_out)),
+        without_unknown_columns=lambda: _planned_tables("old"),
+    )
 
-    def tables_of(*names: str) -> Any:
-        return SimpleNamespace(
-            identifiers=dict.fromkeys(names),
-            declarations=dict.fromkeys(names),
-            without_tables=lambda left_out: tables_of(*(one for one in names if one not in left_out)),
-            without_unknown_columns=lambda: tables_of("old"),
-        )
+
+def _divide(records: int, bad: set[int], of_table: dict[str, set[int]], planned_tables: Any) -> PassResult:
+    """Ingest offsets of one partition, of which `bad` ones fail. Those in `of_table` show a new table's columns."""
 
     def run(pieces: list[Ranges], tables: Any) -> PassResult:
-        read = [one for piece in pieces for one in _positions(piece)]
-        if "new" in tables.identifiers and of_new_table not in read:
-            raise ColumnsUnknown("", table="new")
-        if bad in read:
+        read = {offset for piece in pieces for _, offset in _positions(piece)}
+        for name, offsets in of_table.items():
+            is_of_family = name not in planned_tables.identifiers
+            if (is_of_family or name in tables.identifiers) and not read & offsets:
+                raise ColumnsUnknown("", table=name)
+        if read & bad:
             raise ValueError
         targets: Any = None
         return PassResult(SchemaEvolution(tables, targets, ScanResult()), {})
@@ -146,10 +149,33 @@ def test_a_record_is_found_among_records_that_lack_the_columns_of_a_new_table() 
         with_dead_letters=lambda pass_result, unwritable: replace(pass_result, notes=(*unwritable,)),
     )
     progress: Any = None
-    planned = PlannedBatch(tables_of("old", "new"), progress, {}, BatchPlan(ranges, lag=0))
-    _, pass_result = ingest_divided_batch(planned, passes, "hash", ValueError())
-    assert pass_result.notes == (bad,)
-    assert "new" in pass_result.evolution.ingestion_tables.identifiers
+    plan = BatchPlan({PARTS[0]: OffsetRange(0, records)}, lag=0)
+    planned = PlannedBatch(planned_tables, progress, {}, plan)
+    return ingest_divided_batch(planned, passes, "hash", ValueError("first"))[1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "of_table", "tables"),
+    [
+        ({2}, {"new": {7}}, ("old", "new")),
+        # A table of a family is known only from the route of a record, which may be a deletion.
+        ({2}, {"raw.orders": {7}}, ("old",)),
+        # No pass over a part has the columns of both.
+        ({3, 4}, {"a": {0, 1, 2}, "b": {5, 6, 7}}, ("a", "b")),
+    ],
+)
+def test_a_record_is_found_among_records_that_lack_the_columns_of_a_new_table(
+    bad: set[int], of_table: dict[str, set[int]], tables: tuple[str, ...]
+) -> None:
+    pass_result = _divide(8, bad, of_table, _planned_tables(*tables))
+    assert pass_result.notes == tuple((PARTS[0], offset) for offset in sorted(bad))
+    assert pass_result.evolution.ingestion_tables.identifiers.keys() == set(tables)
+
+
+def test_records_of_a_new_table_without_columns_are_not_passed_over() -> None:
+    """If only the first part of a batch can be written, its offsets must not pass records without a table."""
+    with pytest.raises((ColumnsUnknown, ValueError)):
+        _divide(8, {*range(4, 8)}, {"new": {*range(4, 8)}}, _planned_tables("old", "new"))
 
 
 @pytest.mark.parametrize("failure", [SparkGone("Spark is gone."), NessieUnavailable("away"), OSError("full")])

@@ -314,8 +314,8 @@ def test_a_scan_that_failed_leaves_no_file_in_any_table(
     drive.batch()
     real, failed_scans = batch_passes.scan_records, []
 
-    def scan_without_report(*given: Any) -> ScanResult:
-        failed_scans.append(real(*given))
+    def scan_without_report(*given: Any, **options: Any) -> ScanResult:
+        failed_scans.append(real(*given, **options))
         raise NessieUnavailable("gone")
 
     monkeypatch.setattr(batch_passes, "scan_records", scan_without_report)

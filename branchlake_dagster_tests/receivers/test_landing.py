@@ -238,10 +238,10 @@ def test_a_file_that_is_there_is_never_replaced(
     def refuse(self: Path, target: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
 
-    if not has_links:
-        monkeypatch.setattr(Path, "hardlink_to", refuse)
     sink = landing_sink(tmp_path)
     sink.open(resume=False)
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
     other = tmp_path / "t" / "0" / file_name(0, 0)
     other.write_bytes(b"restored")
     with raising(NotHandedOver) as caught:
