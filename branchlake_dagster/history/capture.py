@@ -14,7 +14,6 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.history.change import (
-    NO_FIELD,
     ChangedFile,
     ChangeKind,
     ChangeLost,
@@ -177,9 +176,7 @@ def _find_replaced_columns(metadata: TableMetadata, position: Position) -> dict[
         return {}
     field_ids = {field.name: field.field_id for field in metadata.schema().fields}
     return {
-        name: field_id
-        for name, field_id in position.column_ids
-        if field_id != NO_FIELD and field_ids.get(name, field_id) != field_id
+        name: field_id for name, field_id in position.column_ids if field_ids.get(name, field_id) != field_id
     }
 
 

@@ -13,9 +13,6 @@ from pyiceberg.manifest import DataFile, DataFileContent
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
 
-NO_FIELD = 0
-"""The field id of a column that a table lacks. Iceberg numbers fields from 1."""
-
 
 @dataclass(frozen=True)
 class Position:
@@ -28,8 +25,7 @@ class Position:
 
     `column_ids` has the names and Iceberg field ids of the columns by which the consumer found changes. A
     column that is dropped and added again has another id. The snapshot does not show the ids: a schema may
-    change without a snapshot. Empty if they were not recorded. The id is `NO_FIELD` if the table lacked the
-    column when rows were consumed.
+    change without a snapshot. Empty if they were not recorded.
     """
 
     table_uuid: str
@@ -42,13 +38,9 @@ class Position:
         return replace(self, column_ids=tuple(pair for pair in self.column_ids if pair[0] in names))
 
     def has_other_columns(self, other: Position) -> bool:
-        """Whether a column that both positions name and had has different ids in them."""
+        """Whether a column that both positions name has different ids in them."""
         other_ids = dict(other.column_ids)
-        return any(
-            other_ids.get(name, field_id) != field_id
-            for name, field_id in self.column_ids
-            if NO_FIELD not in (field_id, other_ids.get(name))
-        )
+        return any(other_ids.get(name, field_id) != field_id for name, field_id in self.column_ids)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the position as a value for JSON."""

@@ -21,7 +21,7 @@ from branchlake_dagster.history.capture import (
     position_on_branch,
     result_rolled_back_error,
 )
-from branchlake_dagster.history.change import NO_FIELD, ChangeLost, ChangeSet, Position
+from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
 from branchlake_dagster.history.ranges import Ranges, changed_ranges, unify_types, union_ranges
 from branchlake_dagster.incremental import positions as position_store
 from branchlake_dagster.incremental.commits import MainCommit, commits_of_change, position_at
@@ -137,46 +137,12 @@ class Consumption:
         require_columns(self.consumer, key, table)
         main_table = _load_table_or_none(self._main_catalog, identifier)
         position = position_on_branch(table, main_table)
-        column_ids = self._find_column_ids(key, name, table)
+        column_ids = dict(self.consumer.deciding_column_ids(key, table))
+        if not column_ids.keys() >= self.consumer.deciding_columns(key):
+            # A column that is missing now may be added again, with another id.
+            column_ids = self.positions.recorded_column_ids(name, position.table_uuid) | column_ids
         up_to = replace(position, column_ids=tuple(sorted(column_ids.items())))
         return UpstreamTable(key, name, pattern, table, up_to)
-
-    def _find_column_ids(self, key: AssetKey, name: str, table: Table) -> dict[str, int]:
-        """Return the field ids of the columns of an input that decide what has changed.
-
-        A key by which results of removed rows are found is `NO_FIELD` if the input lacks it, or lacked it
-        when rows were consumed: these rows have null in it.
-        """
-        column_ids = dict(self.consumer.deciding_column_ids(key, table))
-        removal_keys, table_uuid = self.consumer.removal_keys(key), str(table.metadata.table_uuid)
-        missing = self.consumer.deciding_columns(key) - column_ids.keys()
-        if missing:
-            column_ids = dict.fromkeys(missing & removal_keys, NO_FIELD) | (
-                # A column that is missing now may be added again, with another id.
-                self.positions.recorded_column_ids(name, table_uuid) | column_ids
-            )
-        if removal_keys and not self._rebuild:
-            records = [self.find_record(partition) for partition in self.partitions or (None,)]
-            recorded = [record.inputs[name] for record in records if record and name in record.inputs]
-            column_ids |= {
-                column: NO_FIELD
-                for one in recorded
-                if one.table_uuid == table_uuid
-                for column, field_id in one.column_ids
-                if field_id == NO_FIELD and column in removal_keys
-            }
-        return column_ids
-
-    def position_after(self, upstream: UpstreamTable) -> Position:
-        """Return the position of an input after the step.
-
-        After a step that computes everything, no column was missing when rows were consumed.
-        """
-        if not self.whole:
-            return upstream.up_to
-        present = dict(self.consumer.deciding_column_ids(upstream.key, upstream.table))
-        column_ids = dict(upstream.up_to.column_ids) | present
-        return replace(upstream.up_to, column_ids=tuple(sorted(column_ids.items())))
 
     @cached_property
     def _target_table(self) -> Table | None:
@@ -474,21 +440,10 @@ class Consumption:
         if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "apply":
             return False
         # If an input lacks a key column, its removed rows cannot be found in the asset's table.
-        return not self.lacking_keys and any(
-            not change.only_appends for key in self.inputs for _, change in self.changes(key)
-        )
-
-    @cached_property
-    def lacking_keys(self) -> tuple[str, ...]:
-        """The keys of the asset's table that an input lacks, or lacked when rows of it were consumed."""
-        column_names = [
-            {field.name for field in upstream.table.schema().fields}
-            - {name for name, field_id in upstream.up_to.column_ids if field_id == NO_FIELD}
+        return all(
+            set(self.consumer.spec.keys) <= {field.name for field in upstream.table.schema().fields}
             for upstream in self.inputs.values()
-        ]
-        return tuple(
-            key for key in self.consumer.spec.keys if any(key not in names for names in column_names)
-        )
+        ) and any(not change.only_appends for key in self.inputs for _, change in self.changes(key))
 
     @property
     def empty(self) -> bool:

@@ -95,7 +95,7 @@ def _build_record(consumption: Consumption) -> ConsumptionRecord:
         else {}
     )
     return ConsumptionRecord(
-        {upstream.name: consumption.position_after(upstream) for upstream in consumption.inputs.values()},
+        {upstream.name: upstream.up_to for upstream in consumption.inputs.values()},
         consumption.run_id or "",
         consumption.base_hash,
         coverage,

@@ -473,15 +473,11 @@ class Consumer:
             names |= {*declaration.key_columns_of(key)}
         if pattern == "range" and (range_column := declaration.range_column_of(key)):
             names.add(range_column)
-        names |= self.removal_keys(key)
+        if pattern == "rows" and self.when_removed == "apply":
+            names |= {*self.spec.keys}
         if self.tracks_partitions:
             names |= {self.column_of_input(key, dimension) for dimension in self.spec.columns_by_dimension}
         return frozenset(names)
-
-    def removal_keys(self, key: AssetKey) -> frozenset[str]:
-        """Return the keys by which an upsert finds the results of removed rows of an input; else nothing."""
-        applies_removals = self.declaration.inputs[key] == "rows" and self.when_removed == "apply"
-        return frozenset(self.spec.keys if applies_removals else ())
 
     def deciding_column_ids(self, key: AssetKey, table: Table) -> tuple[tuple[str, int], ...]:
         """Return the names and field ids of the `deciding_columns` that the input has, sorted by name."""

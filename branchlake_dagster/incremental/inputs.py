@@ -271,12 +271,14 @@ def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count:
     """
     consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
-        missing = ", ".join(consumption.lacking_keys)
-        why = (
-            f"asset {consumer.asset} merges by the keys {missing}, which some inputs lack, or lacked when"
-            " rows were consumed"
+        columns = [
+            {field.name for field in source.table.schema().fields} for source in consumption.inputs.values()
+        ]
+        missing = ", ".join(
+            key for key in consumer.spec.keys if any(key not in column_names for column_names in columns)
         )
-        hint = f"Add the columns {missing} to every input that lacks them and launch a rebuild, or set"
+        why = f"asset {consumer.asset} merges by the keys {missing}, which some inputs lack"
+        hint = f"Add the columns {missing} to every input, or set"
     else:
         why = f"asset {consumer.asset} accepts only new rows"
         hint = "Use an upsert by keys that the input has, or the pattern `keys` or `range`, or set"

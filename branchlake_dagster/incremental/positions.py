@@ -25,7 +25,7 @@ from dagster import (
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.history.capture import contains_snapshot
-from branchlake_dagster.history.change import NO_FIELD, Position
+from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import dimension_definitions
 from branchlake_dagster.incremental.declaration import Consumer
 from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, earliest_time, ingested_time
@@ -222,8 +222,7 @@ class Positions:
         """
         records = [*self.partitions.values(), *([self.common_position] if self.common_position else [])]
         recorded = [record.inputs[input_name] for record in records if input_name in record.inputs]
-        positions = [one for one in recorded if one.table_uuid == table_uuid]
-        ids = [pair for one in positions for pair in one.column_ids if pair[1] != NO_FIELD]
+        ids = [pair for one in recorded if one.table_uuid == table_uuid for pair in one.column_ids]
         return dict(sorted(ids))
 
     def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:

@@ -22,7 +22,6 @@ from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsum
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.errors import RowsRemoved
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
@@ -300,44 +299,6 @@ def test_an_upsert_of_rows_notices_a_key_column_that_was_missing_in_a_run(
         with table.update_schema() as update:
             update.add_column("account", StringType())
         table.delete("price = 1")
-        published(p, copies)
-        assert values(p, copies) == []
-
-
-def test_results_of_rows_without_the_key_of_an_upsert_are_not_forgotten(
-    lakehouse: Lakehouse, namespace: str
-) -> None:
-    """Removed rows have null in a key column that was added later, by which their results cannot be found."""
-    orders = Source(namespace)
-    orders.columns = {"at": pl.Datetime("us"), "price": pl.Int64}
-
-    @dg.asset(
-        key=[namespace, "copies"],
-        ins={"orders": dg.AssetIn(orders.key)},
-        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
-        | consumes({orders.key: "rows"}),
-    )
-    def copies(orders: pl.DataFrame) -> pl.DataFrame:
-        if "account" not in orders.columns:
-            orders = orders.with_columns(account=pl.lit("unknown"))
-        return orders.select("at", "account", "price").drop_nulls("account")
-
-    with project(lakehouse, orders.asset, copies) as p:
-        orders.append(p, (at(1), 1))
-        published(p, copies)
-        table = p.lake.catalog().load_table(tuple(orders.key.path))
-        with table.update_schema() as update:
-            update.add_column("account", StringType())
-        orders.columns["account"] = pl.String
-        orders.append(p, (at(2), 2, "b"))
-        published(p, copies)
-        p.lake.catalog().load_table(tuple(orders.key.path)).delete("price = 1")
-        p.run(copies.key, ok=False)
-        p.failed_with(RowsRemoved)
-        assert values(p, copies) == [(at(1), "unknown", 1), (at(2), "b", 2)]
-        published(p, copies, tags={"branchlake/rebuild": "true"})
-        assert values(p, copies) == [(at(2), "b", 2)]
-        p.lake.catalog().load_table(tuple(orders.key.path)).delete("price = 2")
         published(p, copies)
         assert values(p, copies) == []
 
