@@ -133,12 +133,14 @@ def _divide(records: int, bad: set[int], of_table: dict[str, set[int]], planned_
 
     def run(pieces: list[Ranges], tables: Any) -> PassResult:
         read = {offset for piece in pieces for _, offset in _positions(piece)}
-        for name, offsets in of_table.items():
-            is_of_family = name not in planned_tables.identifiers
-            if (is_of_family or name in tables.identifiers) and not read & offsets:
-                raise ColumnsUnknown("", table=name)
+        new_tables = {name for name, offsets in of_table.items() if not read & offsets}
+        if unknown := min(new_tables & tables.identifiers.keys(), default=None):
+            raise ColumnsUnknown("", table=unknown)
         if read & bad:
             raise ValueError
+        # A table of a family becomes known after a pass, here from the route of the first record.
+        if 0 in read and (unknown := min(new_tables - planned_tables.identifiers.keys(), default=None)):
+            raise ColumnsUnknown("", table=unknown)
         targets: Any = None
         return PassResult(SchemaEvolution(tables, targets, ScanResult()), {})
 
@@ -158,7 +160,6 @@ def _divide(records: int, bad: set[int], of_table: dict[str, set[int]], planned_
     ("bad", "of_table", "tables"),
     [
         ({2}, {"new": {7}}, ("old", "new")),
-        # A table of a family is known only from the route of a record, which may be a deletion.
         ({2}, {"raw.orders": {7}}, ("old",)),
         # No pass over a part has the columns of both.
         ({3, 4}, {"a": {0, 1, 2}, "b": {5, 6, 7}}, ("a", "b")),
