@@ -245,7 +245,7 @@ def require_all_read(stored_pass: StoredPass, record_count: int, batch_context: 
             f"Only {read_count} of {record_count} selected records were read.",
             branch=batch_context.branch,
             run_id=batch_context.run_id,
-            hint="Nothing was changed. Reprocess again, and report it if that fails too.",
+            hint="Nothing is published. Reprocess again, and report the error if it comes again.",
         )
 
 
@@ -323,6 +323,6 @@ def _is_one_of(positions: Mapping[RecordPosition, Exception]) -> Expression:
 def _is_in_partition(partition: TopicPartition, prefix: str = "__") -> Expression:
     return (
         (F.col(f"{prefix}topic") == partition.topic)
-        & (F.col(f"{prefix}incarnation") == partition.incarnation)
+        & F.col(f"{prefix}incarnation").eqNullSafe(partition.incarnation)
         & (F.col(f"{prefix}partition") == partition.partition)
     )

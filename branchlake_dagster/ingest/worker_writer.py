@@ -24,7 +24,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 
-from branchlake_dagster.ingest.null_structs import fill_null_structs
+from branchlake_dagster.ingest.required_fields import fill_null_structs
 from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])

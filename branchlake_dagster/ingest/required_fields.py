@@ -1,4 +1,4 @@
-"""Null structs that have required fields, as PyArrow can cast and write them.
+"""Values for the required fields of null structs, so that PyArrow can cast and write these structs.
 
 Spark writes null into each field of a null struct. PyArrow counts these nulls as missing values of required
 fields, although nobody can read them. So they are replaced by zeros and empty values.

@@ -28,7 +28,7 @@ from pyiceberg.types import (
 )
 
 from branchlake_dagster.ingest import worker_writer as writer
-from branchlake_dagster.ingest.null_structs import fill_null_structs
+from branchlake_dagster.ingest.required_fields import fill_null_structs
 from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget
 from branchlake_dagster_tests.history.snapshot_tables import catalogue
 
