@@ -114,13 +114,12 @@ class BatchPasses:
         ]
         frame = reduce(DataFrame.unionAll, [one.frame for one in loaded])
         sizes = [one.total_bytes for one in loaded if one.total_bytes is not None]
-        # After a failure the size is not relied upon: a decoder may make much of a few bytes.
-        is_known = len(sizes) == len(loaded) and not self.failed_scans
         if self._planned_batch.progress.replay_offsets:
             frame = with_waiting_tables(
                 frame, self._planned_batch.ingestion_tables.dead_letter_table, join_ranges(pieces)
             )
-        return self._run_on_frame(frame, ingestion_tables, sum(sizes) if is_known else None)
+        total_bytes = sum(sizes) if len(sizes) == len(loaded) else None
+        return self._run_on_frame(frame, ingestion_tables, total_bytes)
 
     def run_on_empty_record(self) -> None:
         """Make a pass over one record without timestamp, key, value and headers.
@@ -147,7 +146,7 @@ class BatchPasses:
     def _run_on_frame(
         self, frame: DataFrame, ingestion_tables: IngestionTables, total_bytes: int | None = None
     ) -> PassResult:
-        """Make a pass over the records of `frame`, of which `total_bytes` bounds the size if it is known."""
+        """Make a pass over the records of `frame`. `total_bytes` is their estimated size, None if unknown."""
         staged: dict[int, tuple[Identifier, Table]] = {}
 
         def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:

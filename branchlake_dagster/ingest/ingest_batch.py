@@ -167,6 +167,7 @@ def ingest_batch(
         if not (readable := records.ranges_before_damage(planned_batch.plan.ranges)):
             raise
         passes.undo_table_changes(start_hash)
+        delete_staging_metadata(passes.staging_tables)
         plan = narrow_plan(planned_batch.plan, readable)
         note = f"Only the records before a damaged file were read. {damage}"
         return ingest_batch(

@@ -321,15 +321,17 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
     )
     def remove(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        errors: list[BranchlakeError] = []
+        errors: list[BranchlakeError | OSError] = []
+        is_mounted = bool(Landing(resource.lakehouse.settings.landing_folder).topics())
         for topic in topics:
             readers = [ingest for ingest in ingests if topic in ingest.topics]
             try:
                 removed = remove_landing_files(topic, readers, resource.lakehouse)
-            except BranchlakeError as error:
+            except (BranchlakeError, OSError) as error:
                 # Go on: otherwise the files of the other topics would fill the disk.
                 context.log.warning(f"{topic}: no file was removed. {error}")
-                if error.reason != "unknown_topic":  # of a sensor that has never sent anything
+                has_never_sent = getattr(error, "reason", None) == "unknown_topic" and is_mounted
+                if not has_never_sent:
                     errors.append(error)
                 continue
             rows = sum(file.rows for file in removed)

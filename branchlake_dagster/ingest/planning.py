@@ -122,9 +122,10 @@ def plan_batch(
         if any(positions.get(number, 0) > topic.ends[number] for number in topic.ends):
             # Positions are merged by their maximum, so a lower offset needs another incarnation.
             starts = {
-                partition.partition: earlier_first_offsets[partition]
-                for partition in topic.partitions()
-                if partition in earlier_first_offsets
+                number: earlier_first_offsets[partition]
+                for number in topic.ends.keys() | missing_positions.keys()
+                if (partition := TopicPartition(topic.name, topic.incarnation, number))
+                in earlier_first_offsets
             }
             topic, positions = topic.after_reset(), {}
             # A missing partition that comes back continues at its offset.
@@ -132,7 +133,7 @@ def plan_batch(
                 advanced_offsets[TopicPartition(topic.name, topic.incarnation, number)] = offset
             for number, offset in starts.items():
                 partition = TopicPartition(topic.name, topic.incarnation, number)
-                new_first_offsets[partition] = min(offset, next_offsets[number])
+                new_first_offsets[partition] = min(offset, next_offsets.get(number, offset))
         topics_by_name[topic.name] = topic
         for number, next_offset in next_offsets.items():
             partition = TopicPartition(topic.name, topic.incarnation, number)

@@ -226,7 +226,7 @@ class RawRecord:
 class LoadedRecords:
     """Records that Spark will read.
 
-    The columns of `frame` are `RECORD_COLUMNS` with the prefix `__`. `total_bytes` bounds the size of all
+    The columns of `frame` are `RECORD_COLUMNS` with the prefix `__`. `total_bytes` estimates the size of all
     records together in bytes; None if it is not known.
     """
 
@@ -360,22 +360,28 @@ def reading_landing_file(file: LandingFile) -> Iterator[None]:
         ) from error
 
 
-def _require_records_of_name(file: LandingFile) -> int:
-    """Raise LandingDamaged if the file does not have each offset of its name once. Return its size.
+_NEEDED_COLUMNS = ("topic", "partition", "offset", "value")
+"""Other columns of a landing file may be missing. Spark reads them as null."""
 
-    The size is that of the columns without compression, in bytes.
 
-    The count after the read cannot show that: in a batch with several files, a copy of one file under the
-    name of another one has as many records. Reads the footer and the column of offsets. Raises the errors of
-    `reading_landing_file` too.
+def _check_offsets(file: LandingFile) -> int:
+    """Raise LandingDamaged if the file does not have the offsets of its name in order. Return its size.
+
+    The size is that of the columns without compression, in bytes. The number of records does not suffice: in
+    a batch with several files, a copy of one file under the name of another one has as many records. Reads
+    the footer and the column of offsets. Raises the errors of `reading_landing_file` too.
     """
-    with reading_landing_file(file), pq.ParquetFile(file.path) as parquet:
-        missing_columns = [name for name in LANDING_SCHEMA.names if name not in parquet.schema_arrow.names]
+    with reading_landing_file(file), _open_file(file) as parquet:
+        missing_columns = [name for name in _NEEDED_COLUMNS if name not in parquet.schema_arrow.names]
         if missing_columns:
             raise LookupError(f"it has no column {', '.join(missing_columns)}")
         metadata = parquet.metadata
         rows = metadata.num_rows
-        offsets = parquet.read(columns=["offset"])["offset"].to_numpy() if rows == file.rows else None
+        offsets = (
+            parquet.read(columns=["offset"], use_threads=False)["offset"].to_numpy()
+            if rows == file.rows
+            else None
+        )
     if offsets is None:
         raise LandingDamaged(
             f"{file.path} has {rows} records, but its name gives {file.rows}.",
@@ -383,7 +389,7 @@ def _require_records_of_name(file: LandingFile) -> int:
             reason="record_count",
             subject=str(file.path),
         )
-    if not np.array_equal(np.sort(offsets), np.arange(file.first, file.last + 1)):
+    if not np.array_equal(offsets, np.arange(file.first, file.last + 1)):
         raise LandingDamaged(
             f"{file.path} does not have the offsets {file.first} to {file.last} of its name.",
             hint="Restore the file from a backup. It may be a copy of another file.",
@@ -394,18 +400,17 @@ def _require_records_of_name(file: LandingFile) -> int:
 
 
 def _read_whole_file(file: LandingFile) -> None:
-    """Read all columns of the file. Raises LandingDamaged or LandingUnavailable."""
-    _require_records_of_name(file)
-    with reading_landing_file(file):
-        pq.read_table(file.path, partitioning=None, page_checksum_verification=True)
+    """Read the columns of the records, batch by batch. Raises LandingDamaged or LandingUnavailable."""
+    _check_offsets(file)
+    with reading_landing_file(file), _open_file(file) as parquet:
+        names = [name for name in LANDING_SCHEMA.names if name in parquet.schema_arrow.names]
+        for _ in parquet.iter_batches(columns=names):
+            pass
 
 
-def _is_damaged(file: LandingFile) -> bool:
-    try:
-        _read_whole_file(file)
-    except LandingDamaged:
-        return True
-    return False
+def _open_file(file: LandingFile) -> pq.ParquetFile:
+    # Reading ahead costs more than it saves in small files.
+    return pq.ParquetFile(file.path, pre_buffer=False, page_checksum_verification=True)
 
 
 class LandingRecords:
@@ -436,7 +441,7 @@ class LandingRecords:
         ]
         total_bytes = 0
         for file in files:
-            total_bytes += _require_records_of_name(file)
+            total_bytes += _check_offsets(file)
         conditions = [
             (F.col("topic") == partition.topic)
             & (F.col("partition") == partition.partition)
@@ -470,17 +475,20 @@ class LandingRecords:
     def ranges_before_damage(self, ranges: Ranges) -> Ranges:
         """Return the ranges up to the first damaged file of each partition. Reads the files.
 
-        Returns {} if the first file of a partition is damaged, or if no file is. Raises LandingUnavailable,
-        OffsetsGone or LandingDamaged if the files cannot be listed or read.
+        Returns {} if no file is damaged. Raises LandingDamaged for the first file of a partition, and
+        LandingUnavailable, OffsetsGone or LandingDamaged if the files cannot be listed or read.
         """
         readable: dict[TopicPartition, OffsetRange] = {}
         for partition, offset_range in ranges.items():
-            end = next(
-                (file.first for file in self._files_of_range(partition, offset_range) if _is_damaged(file)),
-                offset_range.end,
-            )
-            if end <= offset_range.start:
-                return {}
+            end = offset_range.end
+            for file in self._files_of_range(partition, offset_range):
+                try:
+                    _read_whole_file(file)
+                except LandingDamaged:
+                    if file.first <= offset_range.start:
+                        raise
+                    end = file.first
+                    break
             readable[partition] = OffsetRange(offset_range.start, end)
         return {} if readable == ranges else readable
 

@@ -49,14 +49,14 @@ _ARROW = "spark.sql.execution.arrow"
 _MAX_RECORDS, _MAX_BYTES = 2_500, 64 << 20
 """Limits for the records and bytes that Spark sends to a worker at once. To limit the bytes, Spark adds up
 all columns after each record, which took a sixth of a batch's time. So the byte limit is only set where
-records may be large: in a session's first batch unless its size is known, after a batch with large records,
-and after a failed batch. Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow
-vector."""
-_SMALL_BATCH_BYTES = 256 << 20
-"""The largest known size of a batch's records that needs no byte limit: an eighth of an Arrow vector."""
+records may be large: in a session's first batch unless all its records together are below the limit, after a
+batch with large records, and after a failed batch. Without it, 2,500 records of a megabyte would exceed the
+capacity of an Arrow vector."""
 _NO_BOUND = (1 << 31) - 1
 _small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
+_large_record_sessions: WeakSet[SparkSession] = WeakSet()
+"""Sessions whose last batch failed or had large records."""
 _byte_limits: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
 """The byte limit that each session has at present."""
 
@@ -120,15 +120,17 @@ def scan_records(
 
     `min_offsets` has the offsets below which each table takes no records. Stored records, which have a column
     of their topic's incarnation, may be from several incarnations of a topic. Records that are read from
-    topics are from one incarnation of each. `total_bytes` bounds the size of all records together in bytes;
-    None if it is not known.
+    topics are from one incarnation of each. `total_bytes` estimates the size of all records together in
+    bytes; None if it is not known.
     """
     session = records.sparkSession
-    are_few_bytes = total_bytes is not None and total_bytes <= _SMALL_BATCH_BYTES
-    _limit_batch_bytes(
-        session, _NO_BOUND if are_few_bytes or session in _small_record_sessions else _MAX_BYTES
+    is_small_batch = total_bytes is not None and total_bytes <= _MAX_BYTES
+    needs_no_limit = session in _small_record_sessions or (
+        is_small_batch and session not in _large_record_sessions
     )
+    _limit_batch_bytes(session, _NO_BOUND if needs_no_limit else _MAX_BYTES)
     _small_record_sessions.discard(session)
+    _large_record_sessions.add(session)  # until the batch has succeeded
     frame = record_format.read(records)
     stored_topics = (
         list(zip(work.topics, work.incarnations, strict=True)) if INCARNATION in records.columns else []
@@ -158,6 +160,7 @@ def scan_records(
                 result.latest_ms[name] = max(time_ms, result.latest_ms.get(name, time_ms))
     if result.counts["bytes"] * _MAX_RECORDS < _MAX_BYTES * result.counts["records"]:
         _small_record_sessions.add(session)
+        _large_record_sessions.discard(session)
     return result
 
 
@@ -304,10 +307,6 @@ class FailedScans:
     """The failed scans of a batch. Their tasks may have written data files that they did not report."""
 
     _scans: list[tuple[Work, FileIO]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Whether a scan has failed since `delete_files`."""
-        return bool(self._scans)
 
     @contextlib.contextmanager
     def remember_failure(self, work: Work, io: FileIO) -> Iterator[None]:

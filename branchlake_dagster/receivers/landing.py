@@ -256,10 +256,13 @@ class Landing:
 def requiring_whole_file(file: LandingFile) -> Iterator[None]:
     """Raise LandingDamaged if the file turns out to be empty, cut short, of another kind, or a folder.
 
-    Other errors of the operating system pass through: they do not concern the file's content.
+    Other errors of the operating system, and a lack of memory, pass through: they do not concern the file's
+    content.
     """
     try:
         yield
+    except (MemoryError, pa.ArrowCancelled, pa.ArrowCapacityError):
+        raise
     except (pa.ArrowException, OSError, LookupError) as error:
         # PyArrow raises some FileNotFoundErrors without the number of the error.
         is_missing = isinstance(error, FileNotFoundError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import filecmp
 import json
 import os
 import time
@@ -133,15 +133,23 @@ class LandingSink:
         unfinished = self.folder / f".{name}{UNFINISHED_SUFFIX}"
         try:
             self._require_locked_folder(records)
-            with unfinished.open("wb") as file:
+            # If its removal failed, it may be the same file as a finished one.
+            unfinished.unlink(missing_ok=True)
+            with unfinished.open("xb") as file:
                 # Without checksums, a reader may take damaged bytes for values: zstd stores what it cannot
                 # compress as it is.
                 table = self.as_table(records, first)
-                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+                pq.write_table(
+                    table,
+                    file,
+                    compression="zstd",
+                    use_dictionary=_REPEATED_COLUMNS,
+                    write_page_checksum=True,
+                )
                 file.flush()
                 os.fsync(file.fileno())
                 size_bytes = os.fstat(file.fileno()).st_size
-            _rename_to_new(unfinished, self.folder / name)
+            _link_new(unfinished, self.folder / name)
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
@@ -249,10 +257,10 @@ class LandingSink:
         The lock stays with the former folder, so another receiver may write to the new one.
         """
         assert self._lock_descriptor is not None  # noqa: S101 - the sink is open
-        try:
-            is_locked = os.path.samestat(os.fstat(self._lock_descriptor), (self.folder / LOCK_FILE).stat())
-        except FileNotFoundError:
-            is_locked = False
+        is_locked = _is_open_file(self._lock_descriptor, self.folder / LOCK_FILE)
+        if is_locked is None and self._mark_descriptor is not None:
+            # A cleaning job may have removed only the lock file, which looks old.
+            is_locked = _is_open_file(self._mark_descriptor, self.folder / NEXT_OFFSET_FILE)
         if not is_locked:
             raise NotHandedOver(
                 f"{len(records)} records could not be written to {self.folder}: the folder or its file"
@@ -386,21 +394,28 @@ def _format_time(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="microseconds")
 
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-"""The errors of file systems without hard links, such as exFAT and some network file systems."""
+_REPEATED_COLUMNS = ["key", "topic", "partition", "headers.list.element.key", "headers.list.element.value"]
+"""The columns with a dictionary. Without one for values, the footer shows their size."""
 
 
-def _rename_to_new(unfinished: Path, path: Path) -> None:
-    """Give a file its final name. Raises FileExistsError if a file has that name.
+def _link_new(unfinished: Path, path: Path) -> None:
+    """Give a finished file its name as a second name. Raises FileExistsError if another file has it.
 
-    Unlike a rename, a link never replaces a file. Where there are no links, a file that appears between the
-    check and the rename is replaced. The first name may remain.
+    Unlike a rename, a link never replaces a file. A network file system may report an error, or that the
+    name exists, after it has made the link.
     """
     try:
         path.hardlink_to(unfinished)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
-        unfinished.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if filecmp.cmp(unfinished, path, shallow=False):
+                return
+        raise
+
+
+def _is_open_file(descriptor: int, path: Path) -> bool | None:
+    """Whether the file at `path` is the open one; None if there is no such file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return None

@@ -305,7 +305,8 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
 def damage_values(path: Path) -> None:
     """Damage the values of the records, which are long and random. The end of the file stays whole."""
     chunk = pq.read_metadata(path).row_group(0).column(1)
-    content, at = path.read_bytes(), (chunk.dictionary_page_offset or chunk.data_page_offset) + 500
+    # The page begins with its header, which has the lowest and the highest value.
+    content, at = path.read_bytes(), chunk.data_page_offset + chunk.total_compressed_size - 1_500
     path.write_bytes(content[:at] + bytes(1_000) + content[at + 1_000 :])
 
 

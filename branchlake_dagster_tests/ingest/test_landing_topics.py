@@ -63,7 +63,7 @@ def test_a_copy_of_a_file_under_the_name_of_another_one_is_damage(tmp_path: Path
         load(tmp_path, 4)
 
 
-@pytest.mark.parametrize("offsets", [[0, 0, 2], [0, None, 2], [1, 2, 3]])
+@pytest.mark.parametrize("offsets", [[0, 0, 2], [0, None, 2], [2, 1, 0], [1, 2, 3]])
 def test_a_file_without_each_offset_of_its_name_is_damage(tmp_path: Path, offsets: list[int | None]) -> None:
     land(tmp_path, "a", values(1, 2, 3))
     (file,) = Landing(tmp_path).files("a", 0)
@@ -161,7 +161,9 @@ def test_a_batch_ends_before_a_damaged_file(tmp_path: Path) -> None:
         second.write_bytes(whole)
         damage()
         assert records.ranges_before_damage(ranges) == {**ranges, zero: OffsetRange(1, 2)}
-        assert records.ranges_before_damage({zero: OffsetRange(2, 5)}) == {}
+        for begins_at_damage in ({zero: OffsetRange(2, 5)}, {**ranges, zero: OffsetRange(2, 5)}):
+            with raising(LandingDamaged, reason="file_unreadable", subject=str(second)):
+                records.ranges_before_damage(begins_at_damage)
         with raising(LandingDamaged, reason="file_unreadable", subject=str(second)):
             records.require_undamaged(ranges)
 

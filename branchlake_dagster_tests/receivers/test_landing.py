@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import subprocess
@@ -229,19 +228,43 @@ def test_a_receiver_whose_folder_was_replaced_writes_nothing_there(tmp_path: Pat
     assert landed(tmp_path)["value"].to_pylist() == [b"a", b"b"]
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_a_file_that_is_there_is_never_replaced(
-    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_link_that_was_made_although_it_failed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some file systems have no hard links."""
+    """A network file system repeats a request whose answer was lost, and finds the name that it has made."""
+    real = Path.hardlink_to
 
-    def refuse(self: Path, target: Path) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+    def link_twice(self: Path, target: Path) -> None:
+        real(self, target)
+        real(self, target)
 
     sink = landing_sink(tmp_path)
     sink.open(resume=False)
-    if not has_links:
-        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", link_twice)
+    sink.write([record(b"a")])
+    sink.write([record(b"b")])
+    sink.close()
+    assert landed(tmp_path)["value"].to_pylist() == [b"a", b"b"]
+
+
+def test_a_receiver_goes_on_without_its_lock_file(tmp_path: Path) -> None:
+    """A job that removes old files may remove it. A lock file of another receiver stops this one."""
+    first, second = landing_sink(tmp_path), landing_sink(tmp_path)
+    first.open(resume=False)
+    (tmp_path / "t" / "0" / ".lock").unlink()
+    first.write([record(b"a")])
+    second.open(resume=False)
+    with raising(NotHandedOver):
+        first.write([record(b"b")])
+    second.write([record(b"c")])
+    for sink in (first, second):
+        sink.close()
+    assert landed(tmp_path)["value"].to_pylist() == [b"a", b"c"]
+
+
+def test_a_file_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    sink = landing_sink(tmp_path)
+    sink.open(resume=False)
     other = tmp_path / "t" / "0" / file_name(0, 0)
     other.write_bytes(b"restored")
     with raising(NotHandedOver) as caught:

@@ -166,5 +166,11 @@ class FaultyRecords:
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
         return self.records.fetch(positions)
 
+    def require_undamaged(self, ranges: Ranges) -> None:
+        self.records.require_undamaged(ranges)
+
+    def ranges_before_damage(self, ranges: Ranges) -> Ranges:
+        return self.records.ranges_before_damage(ranges)
+
     def require_complete(self, ranges: Ranges, count: int) -> None:
         self.records.require_complete(ranges, count)
