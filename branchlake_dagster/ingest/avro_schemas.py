@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,17 @@ _PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "b
 _NAMED = frozenset({"record", "error", "enum", "fixed"})
 _PART_KEYS = {"array": "items", "map": "values"}
 _ORDERS = frozenset({"ascending", "descending", "ignore"})
-_NOT_COMPARED = frozenset({"name", "namespace", "aliases", "doc", "default"})
+_SCHEMA_KEYS = frozenset(
+    {"type", "name", "namespace", "aliases", "doc", "fields", "symbols", "size", "items", "values", "default"}
+)
+_FIELD_KEYS = frozenset({"name", "type", "default", "order", "aliases", "doc"})
+_JAVA_DOUBLE = re.compile(
+    r"[\0- ]*[+-]?(?:(?-i:NaN|Infinity)|"
+    r"(?:[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?|"
+    r"0x(?:[0-9a-f]+\.?|[0-9a-f]*\.[0-9a-f]+)p[+-]?[0-9]+)[fd]?)[\0- ]*",
+    re.IGNORECASE | re.ASCII,
+)
+"""What `Double.valueOf` of Java accepts."""
 _MAX_FIXED_BYTES = 2**31 - 9
 """The longest size of a fixed type that Avro's parser takes: the longest array of Java's virtual machines."""
 _MAX_NAME_CHARACTER = 0xFFFF
@@ -32,11 +43,16 @@ def describe_unreadable(schema: str) -> str | None:
     """
     try:
         parsed_schema = json.loads(schema)
-        definitions: dict[str, tuple[Any, str]] = {}
-        for name, definition in _iter_definitions(parsed_schema, ""):
-            known_definition, _ = definitions.setdefault(name, definition)
-            if _comparable_part(known_definition) != _comparable_part(definition[0]):
-                return f"It defines type {name} twice."
+        all_definitions = list(_iter_definitions(parsed_schema, ""))
+        definitions = dict(reversed(all_definitions))
+        for name, definition in all_definitions:
+            if definition is not definitions[name]:
+                parsed, first_parsed = (
+                    _parse_definition(avro_type, namespace, definitions)
+                    for avro_type, namespace in (definition, definitions[name])
+                )
+                if parsed != first_parsed:
+                    return f"It defines type {name} twice."
         return next(_Reading(definitions).iter_problems(parsed_schema, "", ()), None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"It is not a valid Avro schema: {type(error).__name__}."
@@ -57,9 +73,49 @@ def _iter_definitions(avro_type: Any, namespace: str) -> Iterator[tuple[str, tup
         yield from _iter_definitions(part, namespace)
 
 
-def _comparable_part(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Avro compares of two definitions of one name. Equal ones are allowed."""
-    return {key: value for key, value in definition.items() if key not in _NOT_COMPARED}
+def _parse_definition(definition: dict[str, Any], namespace: str, definitions: Mapping[str, Any]) -> Any:
+    """Return a value that is equal for two definitions of one name if Avro takes them for equal."""
+    kind, inner_namespace = definition["type"], _full_name(definition, namespace)[1]
+    properties = _other_properties(definition, _SCHEMA_KEYS)
+    if kind in ("record", "error"):
+        fields = [_parse_field(field, inner_namespace, definitions) for field in definition["fields"]]
+        return "record", fields, properties
+    return kind, definition.get("symbols"), definition.get("size"), properties
+
+
+def _parse_field(field: dict[str, Any], namespace: str, definitions: Mapping[str, Any]) -> Any:
+    """Return a value that is equal for two fields if Avro takes them for equal."""
+    field_type, default = _parse_type(field["type"], namespace, definitions), field.get("default")
+    if field_type[0] in ("float", "double"):
+        default = None  # Avro's parser converts texts, so a text may equal a number
+    return (
+        field["name"],
+        field_type,
+        ("default" in field, default),
+        str(field.get("order", "ascending")).lower(),
+        _other_properties(field, _FIELD_KEYS),
+    )
+
+
+def _parse_type(avro_type: Any, namespace: str, definitions: Mapping[str, Any]) -> Any:
+    """Return a value that is equal for two types if Avro takes them for equal.
+
+    A named type is its full name: its definitions are compared by themselves.
+    """
+    if isinstance(avro_type, list):
+        return "union", [_parse_type(one, namespace, definitions) for one in avro_type]
+    kind = avro_type if isinstance(avro_type, str) else avro_type["type"]
+    if not isinstance(kind, str):
+        return _parse_type(kind, namespace, definitions)
+    name = _type_name(avro_type, namespace, definitions)
+    if isinstance(avro_type, str) or kind not in _PRIMITIVES | _PART_KEYS.keys():
+        return name, None, {}
+    parts = [_parse_type(part, namespace, definitions) for part in _iter_parts(avro_type)]
+    return name, parts or None, _other_properties(avro_type, _SCHEMA_KEYS)
+
+
+def _other_properties(part: Mapping[str, Any], known_keys: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key not in known_keys}
 
 
 def _iter_parts(avro_type: dict[str, Any]) -> Iterator[Any]:
@@ -126,6 +182,18 @@ def _find_name(name: str, namespace: str, definitions: Mapping[str, Any]) -> str
     return next((one for one in (qualified, name) if one in definitions), None)
 
 
+def _type_name(avro_type: Any, namespace: str, definitions: Mapping[str, Any]) -> str:
+    """Return the name by which Avro distinguishes a type from others. The type must not be a union."""
+    kind = avro_type if isinstance(avro_type, str) else avro_type["type"]
+    if not isinstance(kind, str):
+        return str(kind)
+    if isinstance(avro_type, dict) and kind in _NAMED:
+        return _full_name(avro_type, namespace)[0]
+    if kind in _PRIMITIVES or (isinstance(avro_type, dict) and kind in _PART_KEYS):
+        return kind
+    return _find_name(kind, namespace, definitions) or kind
+
+
 def _iter_invalid_names(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if not name or not all(map(_is_name_character, name)) or unicodedata.category(name[0]) == "Nd":
@@ -165,8 +233,8 @@ def _iter_problems_of_field(field: Mapping[str, Any]) -> Iterator[str]:
         yield f"Field {field['name']} has an unknown order."
     kind, default = field["type"], field.get("default")
     kind = kind["type"] if isinstance(kind, dict) else kind
-    if kind in ("float", "double") and isinstance(default, str):
-        float(default)  # Avro's parser converts it
+    if kind in ("float", "double") and isinstance(default, str) and not _JAVA_DOUBLE.fullmatch(default):
+        yield f"The default of field {field['name']} is not a number."
 
 
 def _iter_problems_of_enum(avro_type: Mapping[str, Any]) -> Iterator[str]:
@@ -224,18 +292,10 @@ class _Reading:
     def _iter_problems_of_union(self, branches: list[Any], namespace: str) -> Iterator[str]:
         if any(isinstance(one, list) for one in branches):
             yield "A union contains a union."
-        names = [self._branch_name(one, namespace) for one in branches if not isinstance(one, list)]
+        branches = [one for one in branches if not isinstance(one, list)]
+        names = [_type_name(one, namespace, self._definitions) for one in branches]
         for name in _iter_duplicates(names):
             yield f"A union has type {name} twice."
-
-    def _branch_name(self, branch: Any, namespace: str) -> str:
-        """Return the name by which Avro distinguishes the branches of a union."""
-        kind: Any = branch if isinstance(branch, str) else branch["type"]
-        if not isinstance(kind, str):
-            return str(kind)
-        if kind in _NAMED:
-            return _full_name(branch, namespace)[0]
-        return _find_name(kind, namespace, self._definitions) or kind
 
     def _iter_problems_of_reference(
         self, name: str, namespace: str, open_names: tuple[str, ...]

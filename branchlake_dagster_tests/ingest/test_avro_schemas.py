@@ -17,7 +17,15 @@ def _record(name: str, *types: Any, **more: Any) -> dict[str, Any]:
     return {"type": "record", "name": name, "fields": fields, **more}
 
 
+def _field(**more: Any) -> dict[str, Any]:
+    return {"type": "record", "name": "I", "fields": [{"name": "a", "type": "int", **more}]}
+
+
 INNER = _record("Inner", "long")
+C = _record("C", "int")
+ENUM = {"type": "enum", "name": "E", "symbols": ["A", "B"]}
+FIXED = {"type": "fixed", "name": "F", "size": 4}
+DATE = {"type": "int", "logicalType": "date"}
 READABLE = [
     _record("R", "long", ["null", "string"], {"type": "bytes", "logicalType": "decimal", "precision": 4}),
     _record("R", INNER, "Inner", {"type": "array", "items": "Inner"}, {"type": "map", "values": "Inner"}),
@@ -44,6 +52,32 @@ READABLE = [
     ),
     _record(".R", _record("I", "int"), "I"),
     _record("ä", "int"),
+    _record("R", _field(), _field(type={"type": "int", "doc": "d"})),
+    _record("R", _field(), _field(doc="d", aliases=["b"], order="ASCENDING")),
+    _record("R", _field(default=1, x=1), _field(x=1, default=1)),
+    _record("R", _field(type="double", default="1d"), _field(type="double", default=1.0)),
+    _record("R", _field(type=DATE), _field(type=DATE)),
+    _record("R", {**C, "x": 1, "type": "error"}, {**C, "x": 1, "doc": "d", "aliases": ["D"]}),
+    _record("R", C, _record("I", "C"), _record("I", C)),
+    _record("R", _record("I", C), _record("I", "C"), _record("I", {"type": "C"})),
+    _record("R", C, _record("I", "C"), _record("I", "n.C"), namespace="n"),
+    _record("R", _record("I", C), _record("I", {**C, "doc": "d"})),
+    _record("R", _record("I", ["null", C]), _record("I", ["null", "C"])),
+    _record(
+        "R",
+        _record("I", {"type": "array", "items": "int"}),
+        _record("I", {"type": "array", "items": {"type": "int"}}),
+    ),
+    _record("R", ENUM, {**ENUM, "doc": "d", "default": "A", "aliases": ["G"]}),
+    _record("R", {**FIXED, "name": "fixed"}, ["null", "fixed"]),
+    _record("R", {**ENUM, "name": "enum"}, ["null", "enum"]),
+    _record("R", {**C, "name": "record"}, ["null", "record"]),
+    _record("R", {**FIXED, "name": "array"}, ["null", "array"]),
+    _record("R", {**FIXED, "name": "n.int"}, ["null", "int", "n.int"], namespace="n"),
+    *[
+        _record("R", _field(type="double", default=default))
+        for default in ("1d", "1F", " 1\n", "0x1p3", "0x.8P-2d", "NaN", "+Infinity", "1.", ".5e3f")
+    ],
 ]
 UNREADABLE = [
     _record("R", ["null", "R"]),
@@ -79,6 +113,17 @@ UNREADABLE = [
     _record("R", [_record("x.I", "int"), "I"], namespace="x"),
     _record("R", ["null", ["int", "null"]]),
     _record("R", _record("I", "int"), _record("I", "long")),
+    _record("R", _field(), _field(default=1)),
+    _record("R", _field(default=2), _field(default=1)),
+    _record("R", _field(type=["null", "int"]), _field(type=["null", "int"], default=None)),
+    _record("R", _field(), _field(order="descending")),
+    _record("R", _field(), _field(type=DATE)),
+    _record("R", _field(), _field(x=1)),
+    _record("R", _field(), {**ENUM, "name": "I"}),
+    _record("R", C, {**C, "x": 1}),
+    _record("R", _record("I", _record("a.C", "int")), _record("I", _record("b.C", "int"))),
+    _record("R", ENUM, {**ENUM, "symbols": ["B", "A"]}),
+    _record("R", FIXED, {**FIXED, "size": 5}),
     _record("R", {"type": "array"}),
     _record("R", {"type": "map"}),
     _record("R", _record("string", "int")),
@@ -90,6 +135,10 @@ UNREADABLE = [
     {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int", "order": None}]},
     {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int", "aliases": [1]}]},
     {"type": "record", "name": "R", "fields": [{"name": "a", "type": "double", "default": "x"}]},
+    *[
+        _record("R", _field(type="double", default=default))
+        for default in ("", ".", "1e", "1dd", "0x1", "nan", "inf", "1_0", "Infinityd", "\u0661", "\u00a01")
+    ],
 ]
 
 
