@@ -86,14 +86,15 @@ class StoredTable(Table):
 class StoredTransaction(CachingTransaction):
     """A transaction that raises StoredFileDamaged if it reads a damaged file, as `name_damaged_file`.
 
-    Deletes, overwrites and upserts read the files in which some rows stay and others do not.
+    Deletes, overwrites and upserts read the files in which some rows stay and others do not. After other
+    errors, such as those of a commit, no file is read.
     """
 
     def __init__(self, table: Table, autocommit: bool = False) -> None:
         super().__init__(table, autocommit)
         self._io = table.io
 
-    def delete(  # type: ignore[override]  # PyIceberg has another parameter, which is its own
+    def delete(  # type: ignore[override]  # `_isolation_operation` is in `options`
         self,
         delete_filter: str | BooleanExpression,
         snapshot_properties: dict[str, str] = EMPTY_DICT,
@@ -102,6 +103,7 @@ class StoredTransaction(CachingTransaction):
         **options: Any,
     ) -> None:
         """Delete rows, as PyIceberg's `Transaction.delete`. Overwrites use it too."""
+        self.reads_data = False
         with name_damaged_file(self._io, lambda: self._list_tasks(delete_filter, case_sensitive, branch)):
             super().delete(delete_filter, snapshot_properties, case_sensitive, branch, **options)
 
@@ -121,6 +123,7 @@ class StoredTransaction(CachingTransaction):
             keys = join_cols or [*self.table_metadata.schema().identifier_field_names()]
             return self._list_tasks(create_match_filter(df, keys), case_sensitive, branch)
 
+        self.reads_data = True
         with name_damaged_file(self._io, list_tasks):
             return super().upsert(
                 df,
@@ -135,7 +138,12 @@ class StoredTransaction(CachingTransaction):
     def _list_tasks(
         self, row_filter: str | BooleanExpression, case_sensitive: bool, branch: str | None
     ) -> Iterable[FileScanTask]:
-        """Return the files that may have matching rows, in the present state of the transaction."""
+        """Return the files with matching rows that the transaction reads at present.
+
+        A delete has removed the files of which all rows match before it reads the others.
+        """
+        if not self.reads_data:
+            return ()
         metadata = self.table_metadata
         scan = DataScan(metadata, self._io, row_filter=row_filter, case_sensitive=case_sensitive)
         return (scan.use_ref(branch) if branch is not None and branch in metadata.refs else scan).plan_files()

@@ -32,7 +32,15 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table import CreateTableTransaction, StagedTable, Table, TableProperties, Transaction
+from pyiceberg.table import (
+    ALWAYS_TRUE,
+    CreateTableTransaction,
+    DataScan,
+    StagedTable,
+    Table,
+    TableProperties,
+    Transaction,
+)
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Summary
@@ -45,6 +53,7 @@ from pyiceberg.table.update import (
 )
 from pyiceberg.table.update import snapshot as snapshot_producers
 from pyiceberg.table.update.snapshot import (
+    UpdateSnapshot,
     _FastAppendFiles,
     _ManifestMergeManager,
     _MergeAppendFiles,
@@ -103,6 +112,9 @@ class CachingTransaction(Transaction):
     and grew with each write.
     """
 
+    reads_data = False
+    """Whether a write reads data files at present. It does not while it writes and commits manifests."""
+
     _cached_metadata: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
 
     @property
@@ -112,6 +124,20 @@ class CachingTransaction(Transaction):
         if cached is None or cached[0] is not base or cached[1] is not updates:
             cached = self._cached_metadata = (base, updates, apply_updates(base, updates))
         return cached[2]
+
+    def update_snapshot(
+        self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
+    ) -> UpdateSnapshot:
+        """Start a snapshot, as PyIceberg's `Transaction.update_snapshot`. Data files have been read then."""
+        self.reads_data = False
+        return super().update_snapshot(snapshot_properties, branch)
+
+    def _scan(
+        self, row_filter: str | BooleanExpression = ALWAYS_TRUE, case_sensitive: bool = True
+    ) -> DataScan:
+        # PyIceberg's `delete` calls this before it reads the files that have other rows too.
+        self.reads_data = True
+        return super()._scan(row_filter, case_sensitive)
 
 
 class _CachingCreate(CachingTransaction, CreateTableTransaction):

@@ -12,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyiceberg.expressions import EqualTo
+from pyiceberg.io import InputFile, OutputFile
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import DataScan, FileScanTask, IncrementalAppendScan, Table
 
@@ -170,6 +171,59 @@ def test_writes_that_read_rows_name_the_damaged_file(
         write(table, rows)
     assert urlsplit(caught.value.file).path == str(damaged)
     assert lakehouse.catalog().load_table((namespace, "t")).metadata == table.metadata
+
+
+def fail_commits(table: Table, error: OSError, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let writes of manifests fail. Return the list of the data files that are read from now on."""
+    locations: list[str] = []
+    new_input, new_output = table.io.new_input, table.io.new_output
+
+    def list_data(location: str) -> InputFile:
+        if location.endswith(".parquet"):
+            locations.append(location)
+        return new_input(location)
+
+    def refuse_manifest(location: str) -> OutputFile:
+        if location.endswith(".avro"):
+            raise error
+        return new_output(location)
+
+    monkeypatch.setattr(table.io, "new_input", list_data)
+    monkeypatch.setattr(table.io, "new_output", refuse_manifest)
+    return locations
+
+
+@pytest.mark.parametrize(
+    ("write", "reads"),
+    [
+        (lambda table, _: table.delete("n >= 0"), 0),
+        (lambda table, _: table.delete("n >= 0 and n < 1500"), 0),
+        (lambda table, rows: table.overwrite(rows, "n >= 0"), 0),
+        (lambda table, _: table.delete("n = 3"), 1),
+        (lambda table, rows: table.overwrite(rows, "n = 3"), 1),
+        (lambda table, rows: table.upsert(rows, ["n"]), 2),
+    ],
+    ids=["whole", "whole_and_rows", "overwrite_whole", "rows", "overwrite", "upsert"],
+)
+def test_an_error_of_a_commit_reads_no_data_files_again(
+    lakehouse: Lakehouse,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Table, pa.Table], object],
+    reads: int,
+) -> None:
+    catalog = lakehouse.catalog()
+    catalog.create_namespace(namespace)
+    table = catalog.create_table((namespace, "t"), pa.schema([("n", pa.int64()), ("s", pa.string())]))
+    for first in (0, 1000):
+        numbers = pa.array(range(first, first + 1000))
+        table.append(pa.table({"n": numbers, "s": numbers.cast(pa.string())}))
+    error = OSError("AWS Error NETWORK_CONNECTION")  # S3's errors may have no number
+    locations = fail_commits(table, error, monkeypatch)
+    with pytest.raises(type(error)) as caught:
+        write(table, pa.table({"n": [3], "s": ["other"]}))
+    assert caught.value is error
+    assert len(locations) == reads
 
 
 def test_a_table_that_a_transaction_creates_names_its_damaged_file(
