@@ -57,6 +57,8 @@ def fill_values(values: pa.Array, is_missing: pa.BooleanArray, kind: pa.DataType
 
 def _empty_value(source: pa.DataType, kind: pa.DataType) -> Any:
     """Return a value of the type `source` that can be cast to `kind`."""
+    if pa.types.is_dictionary(source):
+        return _empty_value(source.value_type, kind)
     if pa.types.is_struct(source):
         kinds = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
         return {field.name: _empty_value(field.type, kinds.get(field.name, field.type)) for field in source}

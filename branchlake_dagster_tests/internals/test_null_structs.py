@@ -52,6 +52,28 @@ def test_a_null_struct_with_required_fields_is_written_and_read(
     assert table.scan().to_arrow()["c"].to_pylist() == rows
 
 
+@pytest.mark.parametrize("values", [["c", None], [b"c", None], [5, None]])
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_null_struct_with_an_encoded_required_field_is_written(
+    tmp_path: Path, values: list[Any], *, is_inner: bool
+) -> None:
+    encoded = pa.array(values).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.array(values).type))
+    column = _structs(encoded)
+    if is_inner:
+        column = _structs(column)
+    catalog = InMemoryCatalog("memory", warehouse=tmp_path.as_uri())
+    catalog.create_namespace("db")
+    table = catalog.create_table("db.t", pa.schema([("c", column.type)]))
+    table.append(pa.table({"c": column}))
+    assert table.scan().to_arrow()["c"].to_pylist() == column.to_pylist()
+
+
+def _structs(values: pa.Array) -> pa.StructArray:
+    """Return structs with the values as a required field. A struct is null if its value is null."""
+    field = pa.field("a", values.type, nullable=False)
+    return pa.StructArray.from_arrays([values], fields=[field], mask=values.is_null())
+
+
 def test_a_missing_value_of_a_required_field_is_refused(tmp_path: Path) -> None:
     catalog = InMemoryCatalog("memory", warehouse=tmp_path.as_uri())
     catalog.create_namespace("db")
