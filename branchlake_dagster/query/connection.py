@@ -290,12 +290,15 @@ class QueryResult:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        import duckdb
+
         self.close()
+        if not isinstance(error, duckdb.Error):
+            return
         for dataset in self._datasets:
             # DuckDB's error has the text of the dataset's error.
-            damaged = dataset.damaged
-            if damaged is not None and error is not damaged and damaged.file in str(error):
-                raise damaged from error
+            if dataset.damaged is not None and dataset.damaged.file in str(error):
+                raise dataset.damaged from error
 
     def close(self) -> None:
         """Free DuckDB's memory; relations from `relation()` cannot be used afterwards."""

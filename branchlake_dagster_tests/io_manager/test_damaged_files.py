@@ -284,14 +284,15 @@ def test_the_block_of_a_result_names_the_damaged_file_of_its_relation(
 
 
 @pytest.mark.parametrize("damaged", [without_end], indirect=True)
+@pytest.mark.parametrize("names_file", [False, True])
 def test_the_block_of_a_result_raises_other_errors_as_they_are(
-    lakehouse: Lakehouse, namespace: str, damaged: Path
+    lakehouse: Lakehouse, namespace: str, damaged: Path, *, names_file: bool
 ) -> None:
     def read_and_fail() -> None:
         with LakeReader(lakehouse).sql(f"SELECT * FROM {namespace}.t") as result:
-            with pytest.raises(duckdb.Error):
+            with pytest.raises(duckdb.Error) as caught:
                 result.relation().fetchall()
-            raise KeyError(damaged.parent.name)
+            raise KeyError(str(caught.value) if names_file else damaged.parent.name)
 
     with pytest.raises(KeyError):
         read_and_fail()
