@@ -293,7 +293,9 @@ class QueryResult:
         import duckdb
 
         self.close()
-        if not isinstance(error, duckdb.Error):
+        # DuckDB's streams of batches raise OSError without a number.
+        is_of_stream = type(error) is OSError and error.errno is None
+        if not isinstance(error, duckdb.Error) and not is_of_stream:
             return
         for dataset in self._datasets:
             # DuckDB's error has the text of the dataset's error.

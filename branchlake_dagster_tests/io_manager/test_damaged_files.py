@@ -299,6 +299,23 @@ def test_the_block_of_a_result_raises_other_errors_as_they_are(
 
 
 @pytest.mark.parametrize("damaged", [without_end], indirect=True)
+def test_the_block_of_a_result_names_the_damaged_file_of_a_stream(
+    lakehouse: Lakehouse, namespace: str, damaged: Path
+) -> None:
+    dataset = IcebergDataset(lakehouse.catalog().load_table((namespace, "t")))
+    with pytest.raises(StoredFileDamaged) as first:
+        dataset.scanner().to_reader().read_all()
+    unused: Any = None
+    with (
+        pytest.raises(StoredFileDamaged) as caught,
+        duckdb.connect() as connection,
+        QueryResult(unused, connection, unused, [dataset]),
+    ):
+        raise OSError(f"Invalid Input Error: {first.value}")  # as DuckDB's streams do
+    assert caught.value is first.value
+
+
+@pytest.mark.parametrize("damaged", [without_end], indirect=True)
 def test_a_stream_names_a_file_that_duckdb_has_read_ahead(
     lakehouse: Lakehouse, namespace: str, damaged: Path
 ) -> None:
