@@ -360,7 +360,7 @@ def ingest_divided_batch(
             )
         except Exception as failure:
             passes.undo_table_changes(start_hash)
-            if not is_caused_by_records(failure):
+            if not is_caused_by_records(failure) and not isinstance(failure, ColumnsUnknown):
                 raise
             continue
         planned_batch = replace(planned_batch, plan=narrow_plan(planned_batch.plan, ranges))

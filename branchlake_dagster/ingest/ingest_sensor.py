@@ -322,7 +322,7 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
     def remove(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         errors: list[BranchlakeError | OSError] = []
-        is_mounted = bool(Landing(resource.lakehouse.settings.landing_folder).topics())
+        landing = Landing(resource.lakehouse.settings.landing_folder)
         for topic in topics:
             readers = [ingest for ingest in ingests if topic in ingest.topics]
             try:
@@ -330,7 +330,8 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
             except (BranchlakeError, OSError) as error:
                 # Go on: otherwise the files of the other topics would fill the disk.
                 context.log.warning(f"{topic}: no file was removed. {error}")
-                has_never_sent = getattr(error, "reason", None) == "unknown_topic" and is_mounted
+                # A folder without any topic may not be mounted.
+                has_never_sent = getattr(error, "reason", None) == "unknown_topic" and landing.topics()
                 if not has_never_sent:
                     errors.append(error)
                 continue

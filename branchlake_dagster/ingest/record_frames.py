@@ -391,7 +391,7 @@ def _check_offsets(file: LandingFile) -> int:
         )
     if not np.array_equal(offsets, np.arange(file.first, file.last + 1)):
         raise LandingDamaged(
-            f"{file.path} does not have the offsets {file.first} to {file.last} of its name.",
+            f"{file.path} does not have the offsets {file.first} to {file.last} of its name in order.",
             hint="Restore the file from a backup. It may be a copy of another file.",
             reason="offsets_differ",
             subject=str(file.path),
@@ -524,11 +524,13 @@ class LandingRecords:
             with reading_landing_file(file):
                 rows = pq.read_table(file.path, partitioning=None, page_checksum_verification=True)
                 row = rows.filter(pc.equal(rows["offset"], offset))
-                time_us = row["timestamp"].cast("int64")[0].as_py()
-                (values,) = row.drop_columns(["timestamp"]).to_pylist()
+                has_time = "timestamp" in row.column_names
+                time_us = row["timestamp"].cast("int64")[0].as_py() if has_time else None
+                kept_columns = [name for name in ("key", "value", "headers") if name in row.column_names]
+                (values,) = row.select(kept_columns).to_pylist()
             is_valid_time = time_us is not None and _FIRST_MS <= time_us // 1_000 < _END_MS
-            headers = [(header["key"], header["value"]) for header in values["headers"] or ()]
-            key, value = values["key"], values["value"]
+            headers = [(header["key"], header["value"]) for header in values.get("headers") or ()]
+            key, value = values.get("key"), values["value"]
             fetched.append(
                 RawRecord(
                     partition.topic,

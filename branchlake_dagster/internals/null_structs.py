@@ -50,9 +50,17 @@ def fill_values(values: pa.Array, is_missing: pa.BooleanArray, kind: pa.DataType
     """
     if not is_missing.true_count:
         return values
-    filler = pa.array([_empty_value(values.type, kind)], values.type)
+    filler = _one_value(values.type, _empty_value(values.type, kind))
     indices = pc.if_else(is_missing, len(values), pa.array(range(len(values)), pa.int64()))
     return pa.concat_arrays([values, filler]).take(indices)
+
+
+def _one_value(kind: pa.DataType, value: Any) -> pa.Array:
+    if not pa.types.is_dictionary(kind):
+        return pa.array([value], kind)
+    # PyArrow converts values to dictionaries of few types only.
+    index, values = pa.array([0], kind.index_type), pa.array([value], kind.value_type)
+    return pa.DictionaryArray.from_arrays(index, values, ordered=kind.ordered)
 
 
 def _empty_value(source: pa.DataType, kind: pa.DataType) -> Any:

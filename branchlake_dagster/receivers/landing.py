@@ -86,7 +86,12 @@ class Landing:
         """Return the sorted names of the topics that have an id."""
         if not self.folder.is_dir():
             return []
-        return sorted(path.name for path in self.folder.iterdir() if (path / TOPIC_ID_FILE).is_file())
+        # Unlike `Path.is_file`, this is false in a folder that cannot be read, such as lost+found.
+        return sorted(
+            path.name
+            for path in self.folder.iterdir()
+            if os.path.isfile(path / TOPIC_ID_FILE)  # noqa: PTH113
+        )
 
     def topic_id(self, topic: str) -> str:
         """Return the topic's incarnation: a UUID that a new folder of the same name would not have.
@@ -261,9 +266,9 @@ def requiring_whole_file(file: LandingFile) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, pa.ArrowCancelled, pa.ArrowCapacityError):
+    except (MemoryError, pa.ArrowCancelled):
         raise
-    except (pa.ArrowException, OSError, LookupError) as error:
+    except (pa.ArrowException, OSError, LookupError, UnicodeDecodeError) as error:
         # PyArrow raises some FileNotFoundErrors without the number of the error.
         is_missing = isinstance(error, FileNotFoundError)
         is_of_system = is_missing or (isinstance(error, OSError) and error.errno is not None)

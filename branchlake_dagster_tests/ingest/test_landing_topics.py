@@ -20,7 +20,7 @@ from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged
 from branchlake_dagster.ingest.offsets import OffsetRange, TableProgress
-from branchlake_dagster.ingest.record_frames import LandingRecords
+from branchlake_dagster.ingest.record_frames import LandingRecords, RawRecord
 from branchlake_dagster.ingest.topic_source import LandingTopics, remove_read_files
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
@@ -81,6 +81,16 @@ def test_a_file_without_values_is_damage(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(file.path, partitioning=None).drop_columns(["value"]), file.path)
     with raising(LandingDamaged, reason="file_unreadable", subject=str(file.path)):
         load(tmp_path, 2)
+
+
+def test_a_record_of_a_file_with_values_only_is_fetched(tmp_path: Path) -> None:
+    land(tmp_path, "a", values(1, 2))
+    (file,) = Landing(tmp_path).files("a", 0)
+    rows = pq.read_table(file.path, partitioning=None)
+    pq.write_table(rows.drop_columns(["key", "timestamp", "headers"]), file.path)
+    (part,) = LandingTopics(tmp_path).describe(["a"])["a"].partitions()
+    (fetched,) = LandingRecords(tmp_path).fetch([(part, 1)])
+    assert fetched == RawRecord("a", 0, 1, None, None, rows["value"][1].as_py(), [])
 
 
 def _make_folder(path: Path) -> None:
