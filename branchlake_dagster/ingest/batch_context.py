@@ -337,8 +337,8 @@ def plan_next_batch(
         first_offsets=progress.first_offsets,
     )
     if topic_starts.must_record:
-        # Even if no records wait: the end is another one after the first record, and Kafka may delete the
-        # group.
+        # Even if no records wait: the topic's end moves when its first record arrives, and Kafka may delete
+        # the group.
         plan = replace(plan, notes=(*topic_starts.notes, *plan.notes), must_record=True)
     return PlannedBatch(ingestion_tables, progress, current_topics, plan)
 

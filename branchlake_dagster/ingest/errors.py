@@ -94,7 +94,7 @@ class DeadLettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the 
 
 
 class RecordsUnread(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A reprocessing read fewer dead letters or kept records than it had selected. Nothing was changed."""
+    """A reprocessing read fewer dead letters or kept records than it had selected. Nothing is published."""
 
 
 class RowsNotIdentified(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes

@@ -256,7 +256,7 @@ class Records(Protocol):
     def ranges_before_damage(self, ranges: Ranges) -> Ranges:
         """Return the first part of the ranges that can be read, after a pass over them raised LandingDamaged.
 
-        Returns {} if the damage is at the first records of a partition, or if there is none.
+        Returns {} if there is no damage. Raises LandingDamaged if a partition of the ranges begins with it.
         """
 
     def require_complete(self, ranges: Ranges, count: int) -> None:

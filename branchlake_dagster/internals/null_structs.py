@@ -1,7 +1,7 @@
 """Corrects PyIceberg 0.12, which cannot write a null struct that has required fields.
 
 A null struct in Arrow usually has nulls in its fields. PyIceberg builds structs anew when it writes and reads
-files, and PyArrow then counts these nulls as missing values of required fields, although nobody can read them
+files, and PyArrow then counts these nulls as missing values of required fields, although no reader sees them
 (docs/upstream.md). So they are replaced by zeros and empty values.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import ArrowProjectionVisitor, schema_to_pyarrow
@@ -51,7 +52,7 @@ def fill_values(values: pa.Array, is_missing: pa.BooleanArray, kind: pa.DataType
     if not is_missing.true_count:
         return values
     filler = _one_value(values.type, _empty_value(values.type, kind))
-    indices = pc.if_else(is_missing, len(values), pa.array(range(len(values)), pa.int64()))
+    indices = pc.if_else(is_missing, len(values), pa.array(np.arange(len(values))))
     return pa.concat_arrays([values, filler]).take(indices)
 
 
