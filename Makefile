@@ -9,7 +9,7 @@ TEST_WORKERS ?= 4
 NO_RESTART := --max-worker-restart 0
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test test-fast test-soak durations lint types check wheel bench docs lock lock-jars clean
+.PHONY: help setup demo dev test test-extended test-fast test-soak durations lint types check wheel bench docs lock lock-jars clean
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,10 +46,13 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
 test: setup  ## the tests that have to pass
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests.xml
+	$(BIN)/python -m pytest -m "not extended" -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests.xml
 
-durations: $(VENV)/.ready  ## record how long the tests of the last `make test` took
-	$(BIN)/python -m branchlake_dagster_tests.suite.durations build/tests.xml
+test-extended: setup  ## long tests of what `make test` reaches in other ways; CI runs both
+	$(BIN)/python -m pytest -m extended -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests-extended.xml
+
+durations: $(VENV)/.ready  ## record how long the tests of the last `make test` and `make test-extended` took
+	$(BIN)/python -m branchlake_dagster_tests.suite.durations $(wildcard build/tests.xml build/tests-extended.xml)
 
 test-fast: setup  ## the tests that start no server, but for the long ones
 	$(BIN)/python -m pytest -m "unit and not long" -n 2
@@ -78,7 +81,7 @@ lint: setup  ## linter
 types: setup  ## strict type checker
 	$(BIN)/mypy
 
-check: lint types test  ## what CI runs
+check: lint types test test-extended  ## what CI runs
 
 wheel: setup  ## a wheel of the package, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -23,7 +23,7 @@ from branchlake_dagster.internals.dagster_sqlite import install_revision_cache, 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
-from branchlake_dagster_tests.suite import memory, schedule, soak, tiers
+from branchlake_dagster_tests.suite import extended, memory, schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
 from branchlake_dagster_tests.suite.instances import (
     copy_run_databases,
@@ -137,6 +137,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
     soak.deselect(config, items)
+    extended.mark(items)
     tiers.assign(items)
     yield  # pytest applies `-m` and `-k`
     schedule.arrange(items)
