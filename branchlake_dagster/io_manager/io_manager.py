@@ -316,6 +316,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 name = context.asset_key.to_user_string()
                 raise TableMissing.of_asset(name, spec.name, ref) from error
             provenance.report_read(context, spec, ref)
+            if not _is_in_step(context) and (reads := self.lakehouse.read_set) is not None:
+                # The code of a step loads the value, so Dagster records no LOADED_INPUT event.
+                reads.report_load(spec.identifier)
             existing = [field.name for field in table.schema().fields]
             columns = input_columns(context.definition_metadata, existing, table=spec.name)
             consumption = (

@@ -132,8 +132,15 @@ class LakehouseResource(LakeConfig):
 
         A retry is different: it takes over its parent's work now, because its remaining steps may use no
         table.
+
+        `load_asset_value` and `build_resources` create resources without a run. In the code of a step, these
+        resources use the branch of the step's run, so that they see what the run has written.
         """
         run, instance = context.run, context.instance
+        belongs_to_run = run is not None
+        if run is None and (running_context := get_running_context()) is not None:
+            step_context = running_context.op_execution_context
+            run, instance = step_context.run, step_context.instance
         if run is None or instance is None:
             return
         settings = self.lakehouse.settings
@@ -157,7 +164,8 @@ class LakehouseResource(LakeConfig):
             run_branch = shared_branch or self._build_run_branch(run, instance, context.log)
             key = (os.getpid(), run.run_id, settings)
             self._run_branch = _branches.setdefault(key, run_branch)
-            _resources[key] = self
+            if belongs_to_run:  # the others end before the run does
+                _resources[key] = self
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:

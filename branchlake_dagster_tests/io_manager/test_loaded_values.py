@@ -1,0 +1,95 @@
+"""Tests values that the code of a step loads by key, with `load_asset_value` instead of an input."""
+
+import dagster as dg
+import polars as pl
+
+from branchlake_dagster import LakehouseResource, table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster_tests import harness
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
+
+UNCHECKED = table_metadata(require_checks=False)
+SERIALIZABLE = table_metadata(require_checks=False, isolation="serializable")
+
+
+def test_a_step_loads_what_its_run_has_written(lakehouse: Lakehouse) -> None:
+    prices = iter([1, 2])
+
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [next(prices)]})
+
+    @dg.asset(metadata=UNCHECKED, deps=[price])
+    def doubled(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        frame: pl.DataFrame = context.load_asset_value(dg.AssetKey("price"), python_type=pl.DataFrame)
+        return frame * 2
+
+    @dg.asset(metadata=table_metadata(write_mode="append", require_checks=False), deps=[doubled])
+    def log() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with harness.project(lakehouse, price, doubled, log) as p:
+        for eur in (2, 4):
+            assert p.settle(p.run()).state is RunState.PUBLISHED
+            assert p.rows("lake", "doubled") == [{"eur": eur}]
+        assert p.branches() == {"main"}
+
+
+def test_a_step_without_a_lake_resource_loads_from_a_branch_of_its_run(lakehouse: Lakehouse) -> None:
+    loaded = []
+
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(io_manager_key="memory", deps=[price])
+    def report(context: dg.AssetExecutionContext) -> None:
+        loaded.append(context.load_asset_value(dg.AssetKey("price"), python_type=pl.DataFrame))
+
+    with harness.project(lakehouse, price, report, resources={"memory": dg.mem_io_manager}) as p:
+        p.settle(p.run("price"))
+        run_id = p.run("report")
+        assert p.branches() == {"main", f"run-{run_id}"}
+        assert p.settle(run_id).codes == ()
+        assert p.branches() == {"main"}
+    assert [frame.to_dicts() for frame in loaded] == [[{"eur": 1}]]
+
+
+def test_resources_that_a_step_builds_write_to_its_runs_branch(lakehouse: Lakehouse) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        resource = LakehouseResource.from_settings(lakehouse.settings)
+        with dg.build_resources({"lakehouse": resource}, instance=context.instance) as resources:
+            catalog = resources.lakehouse.catalog()
+            catalog.create_namespace("built")
+            catalog.create_table("built.notes", pl.DataFrame({"text": ["a"]}).to_arrow().schema)
+        return pl.DataFrame({"eur": [1]})
+
+    with harness.project(lakehouse, price) as p:
+        run_id = p.run()
+        assert not lakehouse.catalog().table_exists(("built", "notes"))
+        assert p.settle(run_id).codes == ("table_of_no_asset",)
+        assert not lakehouse.catalog().table_exists(("built", "notes"))
+
+
+def test_a_value_that_a_serializable_asset_loads_is_in_its_read_set(lakehouse: Lakehouse) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(metadata=SERIALIZABLE)
+    def total(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        # A dependency would be in the read set anyway.
+        frame = p.definitions.load_asset_value("price", python_type=pl.DataFrame, instance=context.instance)
+        assert isinstance(frame, pl.DataFrame)
+        return frame.sum()
+
+    with harness.project(lakehouse, price, total) as p:
+        p.settle(p.run("price"))
+        run_id = p.run("total")
+        p.settle(p.run("price"))
+        outcome = p.settle(run_id)
+        assert (outcome.state, outcome.codes) == (RunState.REFUSED, ("read_and_changed",))
