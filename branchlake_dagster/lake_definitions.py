@@ -103,7 +103,7 @@ def validate_definitions(
     These mistakes of the IO manager's assets are found:
 
     - an invalid table name, write mode, key, partition column or isolation
-    - two assets of one table
+    - two assets of one table, and a table that has the name of another table's namespace
     - an asset without any check, with `require_checks`
     - checks without `partitions_def` of a partitioned asset, unless their scope is declared;
       `unpartitioned_checks` can turn these errors into a DefinitionsWarning, or allow such checks
@@ -173,6 +173,15 @@ def _find_mistakes(
         demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
         if key not in checked and (require_checks if demands_checks is None else demands_checks):
             yield key, _NO_CHECK
+    for identifier, key in tables.items():
+        for length in range(1, len(identifier)):
+            if (table_owner := tables.get(identifier[:length])) is not None:
+                namespace = format_table_name(identifier[:length])
+                yield (
+                    key,
+                    f"the namespace {namespace} of its table is the table of {table_owner.to_user_string()}."
+                    " Rename one of them.",
+                )
 
 
 def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 from dagster import OutputContext, PartitionsDefinition
-from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, TableAlreadyExistsError
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame, SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental import inputs, outputs, spark_inputs
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.io_manager import earlier_attempts
@@ -257,7 +258,8 @@ class TableWriter:
         """Write the frame that an asset returned, and return the table.
 
         Creates the table, or adds new columns, if needed. Rows of earlier attempts of the step are removed.
-        `consumption` is None if the step consumes no changes.
+        `consumption` is None if the step consumes no changes. Raises ConfigurationError if the name of the
+        table or of its namespace is in use for something else.
         """
         value = arrow_frames.read_stream(value)  # it is converted twice if another step creates the table
         existing_table = self.existing_table(request.spec)
@@ -273,8 +275,12 @@ class TableWriter:
             if existing_table is None and not frame.is_spark:
                 return self.create_with_rows(plan, frame.rows, self._begin_creation(plan))
             table = self._table_to_write(plan, frame.schema)
-        except TableAlreadyExistsError:  # another step of this run created it first
-            return self.write(request, value, consumption)
+        except TableAlreadyExistsError as error:
+            if self.existing_table(request.spec) is None:
+                raise _name_in_use_error(request.spec) from error
+            return self.write(request, value, consumption)  # another step of this run created it first
+        except NoSuchNamespaceError as error:  # missing namespaces are created
+            raise _no_namespace_error(request.spec) from error
         prepared = self._prepare(plan, table, frame, changed_keys)
         if prepared.is_empty:
             return prepared.table
@@ -421,6 +427,24 @@ class TableWriter:
             attempt=step.previous_attempt_count + 1,
             replaced=replaced,
         )
+
+
+def _name_in_use_error(spec: TableSpec) -> ConfigurationError:
+    return ConfigurationError(
+        "The table cannot be created, because its name is that of a namespace, view or function.",
+        table=spec.name,
+        hint="Change the key of the asset, or of the assets whose tables are in a namespace of this name.",
+        reason="name_in_use",
+    )
+
+
+def _no_namespace_error(spec: TableSpec) -> ConfigurationError:
+    return ConfigurationError(
+        "The table cannot be created, because its namespace has the name of a table, view or function.",
+        table=spec.name,
+        hint="Change the key of the asset, or of the asset that has this table.",
+        reason="no_namespace",
+    )
 
 
 def _describe_replaced(plan: WritePlan, schema: Schema) -> str | None:

@@ -286,6 +286,14 @@ def test_two_assets_of_one_table(settings: Settings) -> None:
         branchlake_definitions(settings, theirs)
 
 
+@pytest.mark.parametrize("key", [["shop", "prices", "daily"], ["shop", "prices", "daily", "eur"]], ids=str)
+def test_a_table_in_a_namespace_that_is_another_asset(settings: Settings, key: list[str]) -> None:
+    settings = settings.model_copy(update={"require_checks": False, "default_namespace": "shop"})
+    theirs = dg.Definitions(assets=[asset("prices"), asset(key=key)])
+    with raising(ConfigurationError, "shop.prices", reason="definitions", subject="/".join(key)):
+        branchlake_definitions(settings, theirs)
+
+
 @pytest.mark.parametrize(
     ("mapping", "fits"),
     [
