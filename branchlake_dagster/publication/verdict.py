@@ -448,7 +448,7 @@ def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:
                     if partition is not None and (name, partition) not in reported_checks:
                         why = f"check {_format_check(name, partition)} was left out of the run"
                         yield CodedReason(why, "check_left_out")
-        if rules.demands_checks and not any(name[0] == asset for name in names):
+        if rules.demands_checks and not rules.checks and not any(name[0] == asset for name in names):
             yield CodedReason(
                 f"asset {asset} has no check (add one, or allow it with"
                 " table_metadata(require_checks=False))",

@@ -10,6 +10,7 @@ import pytest
 from branchlake_dagster import LakehouseResource, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 
@@ -82,6 +83,23 @@ def test_an_asset_of_another_io_manager_changes_no_verdict(
         assert p.rows(namespace, "t") == [{"n": 7}]
 
 
+def test_no_rows_are_reported_for_an_asset_of_another_io_manager(lake: Lakehouse, namespace: str) -> None:
+    def counts(*parts: str) -> list[object]:
+        return [
+            report.metadata[EventMetadata.TABLE_ROWS].value
+            for report in p.observations(parts)
+            if EventMetadata.TABLE_ROWS in report.metadata
+        ]
+
+    t, good = checked(namespace)
+    with project(lake, t, good, outside(namespace, "elsewhere"), resources=RESOURCES) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        assert p.settle(without_checks(p)).state is RunState.BLOCKED
+        assert len(p.observations([namespace, "elsewhere"])) == 2
+        assert counts(namespace, "elsewhere") == []
+        assert counts(namespace, "t") == [1, 1]
+
+
 def test_inputs_of_assets_and_of_checks_need_not_be_tables(lake: Lakehouse, namespace: str) -> None:
     @dg.asset(key=[namespace, "t"], ins={"page": dg.AssetIn(["web", URL])})
     def t(page: int) -> pl.DataFrame:
@@ -103,7 +121,7 @@ def test_a_check_that_was_left_out_blocks_beside_other_assets(lake: Lakehouse, n
     with project(lake, *checked(namespace), outside(namespace, "elsewhere"), resources=RESOURCES) as p:
         outcome = p.settle(without_checks(p))
         assert outcome.state is RunState.BLOCKED
-        assert "check_left_out" in outcome.codes
+        assert outcome.codes == ("check_left_out",)
 
 
 def test_a_written_table_whose_asset_is_defined_no_more_is_not_published(
