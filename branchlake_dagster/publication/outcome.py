@@ -318,7 +318,13 @@ def report_outcome(
     partitions = list(islice(lake_partitions, None if report.publication else _MAX_EXAMPLES))
     reported_count = _count_reported(current_tags, run_id)
     run_metadata = _build_run_metadata(report, main_view)
-    tables = {table for (asset, _), _ in partitions if (table := _table_name(report, asset)) is not None}
+    # Assets of other IO managers have no table, and so no rows on main.
+    tables = {
+        table
+        for (asset, _), written in partitions
+        if (table := _table_name(report, asset)) is not None
+        and (written.rows is not None or table in report.evidence.write_set)
+    }
     row_counts = _load_row_counts(report, tables, main_view)
     if report.is_revoked:
         revoke_materializations(
@@ -330,7 +336,7 @@ def report_outcome(
 
     def build_observation(asset: str, partition: str | None, written: WrittenPartition) -> AssetObservation:
         asset_metadata = _build_asset_metadata(
-            report, asset, partition, written, row_counts[_table_name(report, asset) or ""]
+            report, asset, partition, written, row_counts.get(_table_name(report, asset) or "")
         )
         key = AssetKey.from_user_string(asset)
         return AssetObservation(
