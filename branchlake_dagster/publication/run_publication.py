@@ -464,6 +464,19 @@ class RunPublication(BranchPublisher):
         return Outcome(name, run.run_id, RunState(status), current.tags.get(RunTag.REASON, ""))
 
 
+def _clear_inherited_status(instance: dg.DagsterInstance, run_id: str) -> None:
+    """Clear the status of the run that this run repeats, which Dagster has copied with the other tags.
+
+    Opening a branch sets the run's own status. Without a branch, a failed re-execution of a published run
+    would be shown as published.
+    """
+    run = instance.get_run_by_id(run_id)
+    if run is None or is_opened_by(run.tags, run_id):
+        return
+    if run.tags.get(RunTag.STATUS, NO_VALUE) != NO_VALUE:
+        instance.add_run_tags(run_id, {RunTag.STATUS: NO_VALUE})
+
+
 class _PublishingExecutor(Executor):
     def __init__(self, inner: Executor, lakehouse_key: str) -> None:
         self._inner = inner
@@ -478,6 +491,7 @@ class _PublishingExecutor(Executor):
         return self._inner.step_dependency_config
 
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
+        _clear_inherited_status(plan_context.instance, plan_context.run_id)
         failed = False
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure
