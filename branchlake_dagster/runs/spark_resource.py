@@ -12,7 +12,7 @@ from dagster_spark.utils import flatten_dict
 from pydantic import PrivateAttr
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster import CopiedByFields
+from branchlake_dagster.internals.dagster import CopiedByFields, call_at_step_end, get_running_context
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
@@ -58,9 +58,18 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         """Do nothing. The session and the branch are created at their first use."""
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Release the session. The last user of a run's session ends it on the server."""
+        """Release the session. The last user of a run's session ends it on the server.
+
+        Within the code of a step, the resource belongs to a call of `load_asset_value`. Dagster ends it
+        before the code gets the frame, so the session stays until the step ends.
+        """
         key, self._holds, self._spark_session = self._holds, None, None
-        if key is not None:
+        if key is None:
+            return
+        running_context = get_running_context()
+        if running_context is not None:
+            _sessions.release_after_step(key, running_context.op_execution_context.run_id)
+        else:
             _sessions.release(key)
 
     @property
@@ -141,6 +150,7 @@ class _SharedSessions:
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
         self._steps: dict[tuple[str, str], str] = {}
         self._applications: dict[tuple[str, str], str | None] = {}
+        self._releases: dict[str, list[tuple[str, str]]] = {}
 
     def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
         with self._lock:
@@ -180,5 +190,18 @@ class _SharedSessions:
             if is_connect(session):
                 session.stop()  # a classic session shares its JVM with the others
 
+    def release_after_step(self, key: tuple[str, str], run_id: str) -> None:
+        """Release the session of `key` when the next step of the run in this process ends."""
+        with self._lock:
+            self._releases.setdefault(run_id, []).append(key)
+
+    def end_step(self, run_id: str) -> None:
+        """Release the sessions that steps of the run have kept until now."""
+        with self._lock:
+            keys = self._releases.pop(run_id, [])
+        for key in keys:
+            self.release(key)
+
 
 _sessions = _SharedSessions()
+call_at_step_end(_sessions.end_step)
