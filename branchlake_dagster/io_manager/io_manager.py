@@ -28,6 +28,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyspark.sql import DataFrame
 
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.manifests import column_facts
 from branchlake_dagster.incremental import inputs as arrow_inputs
 from branchlake_dagster.incremental import outputs, spark_inputs
@@ -292,7 +293,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         if not context.has_asset_key:
             return op_values.load_op_value(context)
         definition = context.asset_partitions_def if context.has_asset_partitions else None
-        spec = self._table_spec(context, definition)
+        spec = self._input_spec(context, definition)
         annotation = context.dagster_type.typing_type
         is_spark = (
             annotation is None
@@ -396,6 +397,24 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             default_namespace=self.lakehouse.lakehouse.settings.default_namespace,
             partitioned=definition is not None,
         )
+
+    def _input_spec(self, context: InputContext, definition: PartitionsDefinition[str] | None) -> TableSpec:
+        """Return the table spec of an upstream asset, which may be declared by `AssetSpec` only.
+
+        Raises ConfigurationError if its metadata is invalid or names no column for its partitions.
+        """
+        try:
+            return self._table_spec(context, definition)
+        except ConfigurationError as error:
+            if error.reason != "only_last_partition":
+                raise
+            raise ConfigurationError(
+                f"Asset {context.asset_key.to_user_string()} has partitions, but no partition column. So the"
+                " rows of a partition cannot be selected.",
+                table=error.table,
+                hint="Declare metadata=table_metadata(partition_by=…) on the asset or on its AssetSpec.",
+                reason="partition_column_missing",
+            ) from error
 
     def _input_selection(
         self,

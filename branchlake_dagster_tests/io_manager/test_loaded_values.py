@@ -1,9 +1,10 @@
-"""Tests values that the code of a step loads by key, with `load_asset_value` instead of an input."""
+"""Tests values that the code of a step loads by key, with `load_asset_value`, and inputs that no asset here writes."""
 
 import dagster as dg
 import polars as pl
 
 from branchlake_dagster import LakehouseResource, table_metadata
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests import harness
@@ -93,3 +94,25 @@ def test_a_value_that_a_serializable_asset_loads_is_in_its_read_set(lakehouse: L
         p.settle(p.run("price"))
         outcome = p.settle(run_id)
         assert (outcome.state, outcome.codes) == (RunState.REFUSED, ("read_and_changed",))
+
+
+def test_the_partitions_of_an_external_input_need_a_column(lakehouse: Lakehouse) -> None:
+    shops = dg.StaticPartitionsDefinition(["berlin", "paris"])
+    catalog = lakehouse.catalog()
+    catalog.create_namespace("lake")
+    stored = pl.DataFrame({"shop": ["berlin", "paris"]}).to_arrow()
+    catalog.create_table("lake.sales", stored.schema).append(stored)
+
+    @dg.asset(partitions_def=shops, metadata=table_metadata(partition_by="shop", require_checks=False))
+    def report(sales: pl.DataFrame) -> pl.DataFrame:
+        return sales
+
+    with harness.project(lakehouse, dg.AssetSpec("sales", partitions_def=shops), report) as p:
+        p.run("report", partition="paris", ok=False)
+        p.failed_with(ConfigurationError, "lake.sales", "AssetSpec")
+        assert p.branches() == {"main"}
+
+    sales = dg.AssetSpec("sales", partitions_def=shops, metadata=table_metadata(partition_by="shop"))
+    with harness.project(lakehouse, sales, report) as p:
+        p.settle(p.run("report", partition="paris"))
+        assert p.rows("lake", "report") == [{"shop": "paris"}]
