@@ -10,7 +10,8 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
+from types import NoneType
+from typing import Any, Union, get_args, get_origin
 
 import pyarrow as pa
 from dagster import (
@@ -294,7 +295,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return op_values.load_op_value(context)
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._input_spec(context, definition)
-        annotation = context.dagster_type.typing_type
+        annotation = _without_none(context.dagster_type.typing_type)
         is_spark = (
             annotation is None
             or annotation is Any
@@ -480,6 +481,12 @@ def _row_partitions(
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the type `T` of the annotation `T | None`; other annotations unchanged."""
+    types = [kind for kind in get_args(annotation) if kind is not NoneType]
+    return types[0] if get_origin(annotation) is Union and len(types) == 1 else annotation
 
 
 def _is_in_step(context: InputContext) -> bool:
