@@ -231,13 +231,22 @@ class NessieClient:
 
         With this hash as the expected hash, a later commit fails if a key has changed.
         """
+        requested_keys = [{"elements": list(key)} for key in keys]
+        if not requested_keys:  # Nessie refuses such a request, for example of a lake that has no table yet
+            reference = self._read(
+                f"trees/{parse_ref(ref).path}/entries",
+                lambda data: codec.parse_reference(data["effectiveReference"]),
+                action=f"read the hash of {ref}",
+                params={"max-records": "1"},
+            )
+            return ContentsAt(reference, {})
         # The keys are in the body, not in the path, so that their elements may contain dots and slashes.
         return self._read(
             f"trees/{parse_ref(ref).path}/contents",
             codec.parse_contents_at,
             action=f"read contents at {ref}",
             method="POST",
-            body={"requestedKeys": [{"elements": list(key)} for key in keys]},
+            body={"requestedKeys": requested_keys},
         )
 
     def entries(

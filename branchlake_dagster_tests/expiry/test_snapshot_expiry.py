@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ def expirer(bench: Workbench, *, days: float = 0, client: NessieClient | None = 
 
 def planned(bench: Workbench, policy: ExpiryPolicy = STRICT, **options: Any) -> ExpiryPlan:
     return expirer(bench, **options).plan([bench.key().name], policy)
+
+
+def test_a_lake_without_tables_has_nothing_to_expire(in_memory_nessie: NessieClient, tmp_path: Path) -> None:
+    lake = memory.open_lake(in_memory_nessie, tmp_path / "state")
+    plan = SnapshotExpirer(lake.nessie, lake.catalog()).plan()
+    assert (plan.tables, plan.errors) == ((), {})
 
 
 def expired(bench: Workbench, policy: ExpiryPolicy = STRICT, **options: Any) -> ExpiredTable:

@@ -650,6 +650,16 @@ def test_contents_are_of_one_hash(scene: Scene) -> None:
     assert scene.location(f"{scene.main}@{elsewhere}") == "elsewhere"
 
 
+def test_no_contents_are_read_at_a_hash_too(scene: Scene) -> None:
+    at = scene.base
+    head = scene.change(scene.main, "m1")
+    for ref, expected in ((f"{scene.main}@{at}", at), (f"@{at}", at), (scene.main, head)):
+        seen = scene.client.contents_at(ref, [])
+        assert (seen.reference.hash, seen.contents) == (expected, {})
+    with pytest.raises(ReferenceNotFound):
+        scene.client.contents("test/none", [])
+
+
 def test_diff_compares_values(scene: Scene) -> None:
     run = scene.branch()
     scene.change(run, "r1")

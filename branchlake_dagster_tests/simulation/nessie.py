@@ -137,6 +137,10 @@ class InMemoryNessie:
         effective = self._resolve(ref)
         contents = self.history.contents_at(effective["hash"])
         keys = [tuple(key["elements"]) for key in body["requestedKeys"]]
+        if not keys:
+            raise Refusal.bad(
+                "getMultipleContents.request.requestedKeys: size must be between 1 and 2147483647"
+            )
         return {
             "contents": [
                 {"key": {"elements": list(key)}, "content": contents[key]} for key in keys if key in contents
