@@ -22,7 +22,12 @@ from pyiceberg.types import TimestampType
 
 from branchlake_dagster.errors import format_first_values
 from branchlake_dagster.internals.pyiceberg import open_transaction
-from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.tables.errors import (
+    ColumnUnsupported,
+    PartitionMismatch,
+    SchemaMismatch,
+    UpsertKeyInvalid,
+)
 from branchlake_dagster.tables.schemas import is_list_type, stored_schema
 from branchlake_dagster.tables.selection import Selection, Values, count_rows_outside, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec
@@ -121,16 +126,17 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
     if isinstance(frame, pl.DataFrame):
         arrow_table = _from_polars(frame, table_name)
     elif isinstance(frame, pa.Table):
+        _require_valid_values(frame, table_name)
         arrow_table = frame
     else:
         arrow_table = _from_pandas(frame, table_schema, table_name)
     arrow_table = _restore_maps(arrow_table, table_schema)
-    return _drop_guessed_types(
-        cast_columns(
-            arrow_table, stored_schema(arrow_table.schema, table_name=table_name), table_name=table_name
-        ),
-        table_schema,
+    stored_table = cast_columns(
+        arrow_table, stored_schema(arrow_table.schema, table_name=table_name), table_name=table_name
     )
+    for name, column in zip(stored_table.column_names, stored_table.columns, strict=True):
+        _require_calendar_years(column, name, table_name)
+    return _drop_guessed_types(stored_table, table_schema)
 
 
 def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
@@ -148,10 +154,21 @@ def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
 
 
 def _from_polars(frame: pl.DataFrame, table_name: str) -> pa.Table:
-    """Convert a Polars frame. Raise ColumnUnsupported for a type that Arrow lacks, such as Int128."""
+    """Convert a Polars frame.
+
+    Raise ColumnUnsupported for a type that Arrow lacks, such as Int128, and for a frame at which Polars
+    itself fails, such as one with a null character in a name.
+    """
     _require_no_objects(frame, table_name)
     try:
         return frame.to_arrow()
+    except pl.exceptions.PanicException as error:
+        raise ColumnUnsupported(
+            f"Polars cannot convert the frame to Arrow ({str(error).splitlines()[0]}).",
+            table=table_name,
+            hint="Look for unusual characters in the names of its columns and fields, and rename those.",
+            reason="polars_panic",
+        ) from error
     except pa.ArrowException:
         for column in frame:
             try:
@@ -172,6 +189,63 @@ def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.T
     """
     columns = [_cast_column(frame.column(field.name), field, table_name) for field in schema]
     return pa.table(columns, schema=schema)
+
+
+_DAYS = range(-719_162, 2_932_897)
+_MICROSECONDS = range(-62_135_596_800_000_000, 253_402_300_800_000_000)
+"""The days and microseconds since 1970 that have a year from 1 to 9999."""
+
+
+def _require_calendar_years(column: pa.ChunkedArray, column_name: str, table_name: str) -> None:
+    """Raise ColumnUnsupported for a date or timestamp outside the years 1 to 9999.
+
+    Python has no such years, so PyIceberg could not record the bounds of the data file. Usually a unit is
+    wrong. `column` has the types of the lake.
+    """
+    for values in _iter_times(column):
+        is_date = pa.types.is_date(values.type)
+        bounds = pc.min_max(values.cast(pa.int32() if is_date else pa.int64()))
+        valid = _DAYS if is_date else _MICROSECONDS
+        if any(bound.is_valid and bound.as_py() not in valid for bound in (bounds["min"], bounds["max"])):
+            raise ColumnUnsupported(
+                f"Column {column_name} has a {'date' if is_date else 'timestamp'} outside the years 1 to"
+                " 9999.",
+                table=table_name,
+                hint="Correct the values in the asset: often they were computed with a wrong unit, such as"
+                " milliseconds as seconds.",
+                reason="year_out_of_range",
+                subject=column_name,
+            )
+
+
+def _iter_times(values: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
+    """Yield the dates and timestamps of a column, also those in structs and lists."""
+    kind = values.type
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        yield values
+    elif pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            yield from _iter_times(pc.struct_field(values, [number]))
+    elif pa.types.is_list(kind):
+        yield from _iter_times(pc.list_flatten(values))
+
+
+def _require_valid_values(frame: pa.Table, table_name: str) -> None:
+    """Raise ColumnUnsupported for a column that Arrow itself calls invalid, such as text that is not UTF-8.
+
+    Arrow does not check this when a frame is built, and a reader would fail later.
+    """
+    for name, column in zip(frame.column_names, frame.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise ColumnUnsupported(
+                f"Column {name} has invalid values ({str(error).splitlines()[0]}).",
+                table=table_name,
+                hint="Correct the values in the asset. Store bytes that are not UTF-8 text as binary.",
+                reason="invalid_values",
+                subject=name,
+            ) from error
 
 
 def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> pa.ChunkedArray:
@@ -234,6 +308,17 @@ def _narrow_offsets(chunk: pa.Array, kind: pa.DataType) -> Iterator[pa.Array]:
 
 def _from_pandas(frame: pd.DataFrame, table_schema: pa.Schema | None, table_name: str) -> pa.Table:
     names = [str(name) for name in frame.columns]
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise SchemaMismatch(
+                f"The name of column {name!r} is not valid Unicode text.",
+                table=table_name,
+                hint="Rename the column in the asset.",
+                reason="name_not_unicode",
+                subject=name,
+            ) from error
     arrays = [
         _convert_series(frame.iloc[:, i], name, table_schema, table_name) for i, name in enumerate(names)
     ]
@@ -260,8 +345,8 @@ def _convert_series(
         if map_type is not None:
             hint = "Use dicts or lists of (key, value) whose types are those of the map."
         raise ColumnUnsupported(
-            f"Column {column_name} ({series.dtype}) has values of different types"
-            f" ({str(error).splitlines()[0]}).",
+            f"Column {column_name} ({series.dtype}) has values that Arrow cannot convert, for example because"
+            f" their types differ ({str(error).splitlines()[0]}).",
             table=table_name,
             hint=hint,
         ) from error

@@ -18,6 +18,7 @@ import pytest
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.tables import arrow_frames
+from branchlake_dagster.tables.arrow_frames import to_arrow
 from branchlake_dagster.tables.errors import (
     ColumnUnsupported,
     PartitionMismatch,
@@ -27,6 +28,7 @@ from branchlake_dagster.tables.errors import (
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.raised import raising
 
 lakehouse = memory.lakehouse
 
@@ -289,6 +291,53 @@ def test_types_that_have_no_place_are_refused_by_column(lakehouse: Lakehouse, na
         (pa.table({"s": [{"d": dt.timedelta(seconds=1)}]}), "Column s.d is duration[us]"),
     ):
         refused(lakehouse, namespace, [frame], ColumnUnsupported, *texts)
+
+
+NOT_UTF8 = pa.Array.from_buffers(
+    pa.string(), 3, [None, pa.py_buffer(np.array([0, 1, 3, 4], np.int32)), pa.py_buffer(b"a\xff\xfez")]
+)
+YEAR_29350 = 10_000_000
+"""In days since 1970."""
+
+
+@pytest.mark.parametrize(
+    ("frame", "kind", "reason", "subject"),
+    [
+        (
+            pa.table({"c": pa.array([0, YEAR_29350], pa.date32())}),
+            ColumnUnsupported,
+            "year_out_of_range",
+            "c",
+        ),
+        (
+            pd.DataFrame({"c": np.array(["20000-12-31"], "datetime64[s]")}),
+            ColumnUnsupported,
+            "year_out_of_range",
+            "c",
+        ),
+        (
+            pa.table({"c": pa.array([[{"at": -YEAR_29350}]], pa.list_(pa.struct({"at": pa.date32()})))}),
+            ColumnUnsupported,
+            "year_out_of_range",
+            "c",
+        ),
+        (pa.table({"ok": ["a", "b", "c"], "c": NOT_UTF8}), ColumnUnsupported, "invalid_values", "c"),
+        (pd.DataFrame({"\ud800": [1]}), SchemaMismatch, "name_not_unicode", "\ud800"),
+        (pl.DataFrame({"a\0b": [1]}), ColumnUnsupported, "polars_panic", None),
+    ],
+)
+def test_values_and_names_that_no_reader_can_read_are_refused(
+    frame: Any, kind: type[BranchlakeError], reason: str, subject: str | None
+) -> None:
+    with raising(kind, reason=reason, subject=subject):
+        to_arrow(frame, None, table_name="shop.t")
+
+
+def test_the_first_and_the_last_day_are_stored() -> None:
+    days = [dt.date.min, None, dt.date.max]
+    times = [dt.datetime.min, None, dt.datetime.max]
+    frame = pl.DataFrame({"day": days, "at": times, "list": [days, None, []]})
+    assert to_arrow(frame, None, table_name="shop.t").to_pydict() == frame.to_dict(as_series=False)
 
 
 def test_types_that_only_look_foreign_are_stored(lakehouse: Lakehouse, namespace: str) -> None:
