@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import json
 import os
@@ -156,7 +157,7 @@ class LandingSink:
             raise NotHandedOver(
                 f"{len(records)} records could not be written to {self.folder / name}: {error}.",
                 records,
-                hint="Free space on the disk, or correct its permissions. The receiver tries again.",
+                hint=f"{_write_hint(error)} The receiver tries again.",
             ) from error
         self._next_offset = last + 1
         with contextlib.suppress(OSError):  # the next start of a receiver removes it
@@ -411,6 +412,16 @@ def _link_new(unfinished: Path, path: Path) -> None:
             if filecmp.cmp(unfinished, path, shallow=False):
                 return
         raise
+
+
+def _write_hint(error: OSError) -> str:
+    if isinstance(error, FileExistsError):
+        return "Another process has put a file of this name there. Move it to another folder."
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "Free space on the disk."
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return "Correct the permissions of the folder."
+    return "Check the folder and its disk."
 
 
 def _is_open_file(descriptor: int, path: Path) -> bool | None:

@@ -270,6 +270,7 @@ def test_a_file_that_is_there_is_never_replaced(tmp_path: Path) -> None:
     with raising(NotHandedOver) as caught:
         sink.write([record(b"a")])
     assert isinstance(caught.value.__cause__, FileExistsError)
+    assert "space" not in (caught.value.hint or "")
     assert other.read_bytes() == b"restored"
     other.unlink()
     sink.write([record(b"a")])
