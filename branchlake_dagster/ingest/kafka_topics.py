@@ -52,6 +52,8 @@ _HINTS = {
 }
 _NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 """The id of all zeros, as Kafka prints it. Brokers without topic ids return it for every topic."""
+_NO_TIME_MS = -1
+"""Kafka's value for a record without a time."""
 _YEAR_1_MS, _YEAR_10000_MS = -62_135_596_800_000, 253_402_300_800_000
 _log = logging.getLogger(__name__)
 _retired_clients: list[AdminClient] = []
@@ -324,7 +326,7 @@ class KafkaTopics:
                         consumer.pause([partitions[partition_key]])
         finally:
             consumer.close()
-        times = [at for at in times_ms.values() if _YEAR_1_MS <= at < _YEAR_10000_MS]
+        times = [at for at in times_ms.values() if at != _NO_TIME_MS and _YEAR_1_MS <= at < _YEAR_10000_MS]
         return datetime.fromtimestamp(min(times) / 1000, UTC) if times else None
 
     def fetch_record(

@@ -146,6 +146,7 @@ def test_a_client_may_be_garbage_on_its_own_thread() -> None:
     [
         ([253_402_300_800_000], None),
         ([1 << 60], None),
+        ([-1], None),
         ([1 << 60, 1_700_000_000_000], datetime.fromtimestamp(1_700_000_000, UTC)),
     ],
 )
