@@ -13,7 +13,7 @@ import polars as pl
 
 from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.radius_table import read_radius_table
-from branchlake_dagster.sda.gp.records import CatalogueError, TooLargeCatalogueError
+from branchlake_dagster.sda.gp.records import CatalogueError, TooLargeCatalogueError, UnreadableCatalogueError
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_gp_file
 
 SIMULATED_PREFIX = "sim-"
@@ -151,8 +151,18 @@ class GpSource(dg.ConfigurableResource[Any]):
                 f"it has {file_status.st_size:,} bytes",
                 "Raise max_unpacked_mb or divide the file.",
             )
-        made = datetime.fromtimestamp(file_status.st_mtime, UTC)
-        return GpFile(path.read_bytes(), str(path), "REAL", time or made)
+        return GpFile(path.read_bytes(), str(path), "REAL", time or _modified_at(path, file_status.st_mtime))
+
+
+def _modified_at(path: Path, seconds: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError) as error:  # years before 1 or after 9999
+        raise UnreadableCatalogueError(
+            str(path),
+            f"its modification time, {seconds:.0f} seconds after 1970, is not a time of the years 1 to 9999",
+            "Correct it with touch, or write the time of the catalog in the snapshot id.",
+        ) from error
 
 
 def _is_radius_table(path: Path) -> bool:

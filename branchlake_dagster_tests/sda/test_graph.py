@@ -13,8 +13,9 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource
 from branchlake_dagster.automation.backlog import iter_consumers
+from branchlake_dagster.sda import sources
 from branchlake_dagster.sda.assets.catalogue import gp_ingest
-from branchlake_dagster.sda.gp.records import EmptyCatalogueError
+from branchlake_dagster.sda.gp.records import EmptyCatalogueError, UnreadableCatalogueError
 from branchlake_dagster.sda.graph import definitions
 from branchlake_dagster.sda.graph.sensor_graph import sensor_assets, sensor_graph
 from branchlake_dagster.sda.providers.pulled import GpProvider, Pull
@@ -127,6 +128,12 @@ def test_unknown_and_empty_snapshots_say_what_to_do(spark_session, tmp_path):
         GpSource(catalogue_dir=str(tmp_path / "gone")).files()
     with raising(UnknownSnapshotError, "catalogue_dir", source="active"):
         ingest(spark_session, GpSource(), "active")
+
+
+def test_a_file_whose_time_no_calendar_has_is_named(tmp_path):
+    """Some file systems keep such times; others replace them."""
+    with raising(UnreadableCatalogueError, source=str(tmp_path)):
+        sources._modified_at(tmp_path, 300_000_000_000)
 
 
 def test_snapshot_ids_are_names_without_endings(tmp_path):
