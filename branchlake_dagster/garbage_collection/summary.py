@@ -138,7 +138,7 @@ def _format_moment(explanation: MomentExplanation) -> str:
     moment = _format_time(explanation.moment)
     oldest = _format_time(explanation.oldest_moment) if explanation.oldest_moment else "unknown"
     if explanation.commit is None:
-        return f"The first commit of main is younger than {moment}."
+        return f"Main has no commit at {moment} or earlier."
     if explanation.expired:
         return f"{explanation.table} at {moment} is expired. The oldest moment that can be read is {oldest}."
     if not explanation.exists:

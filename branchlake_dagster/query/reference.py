@@ -220,8 +220,8 @@ def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
     entry = next(iter(older_commits), None)
     if entry is None:
         raise NoSuchState(
-            f"The first commit of main is younger than {formatted_time}.",
-            hint="Give a later time. `branchlake status` lists publications.",
+            f"Main has no commit at {formatted_time} or earlier.",
+            hint="`branchlake status` lists publications. Give the time of one, or a later time.",
             reason="before_first_commit",
             subject=formatted_time,
         )
@@ -325,7 +325,12 @@ def find_table_paths(connection: DuckDBPyConnection, sql: str) -> list[TablePath
             hint=None if is_syntax_error else _query_hint(query),
             reason="syntax" if is_syntax_error else "not_one_query",
         )
-    if len(tree.get("statements", ())) != 1:
+    statement_count = len(tree.get("statements", ()))
+    if statement_count == 0:
+        raise QueryFailed(
+            "The query is empty.", hint="Write a query, such as FROM shop.prices.", reason="not_one_query"
+        )
+    if statement_count > 1:
         raise QueryFailed("Only one query can be run at a time.", reason="not_one_query")
     paths = (tuple(node["qualified_name"]["path"]) for node in _iter_base_tables(tree))
     return list(dict.fromkeys(paths))
