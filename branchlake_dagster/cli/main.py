@@ -7,10 +7,14 @@ project from the template in this package.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import keyword
+import os
 import re
+import shlex
 import sys
+import sysconfig
 from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
@@ -53,14 +57,7 @@ def create_project(target: Path, *, requirement: str | None = None) -> list[Path
     """
     from branchlake_dagster.cli.dagster_home import prepare_home
 
-    name = re.sub(r"[-. ]", "_", target.name)
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigurationError(
-            f"{target.name!r} cannot name a Python package.",
-            hint="Use letters, digits and _, and start with a letter.",
-            reason="package_name",
-            subject=target.name,
-        )
+    name = _find_package_name(Path(os.path.abspath(target)).name)  # noqa: PTH100 - `.` and `..` have no name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(
             f"{target} already exists and is not an empty folder.",
@@ -80,14 +77,58 @@ def create_project(target: Path, *, requirement: str | None = None) -> list[Path
         relative_path = str(source.relative_to(root)).removesuffix(_SUFFIX).replace(_NAME_PLACEHOLDER, name)
         path = target / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = source.read_text()
+        content = source.read_text(encoding="utf-8")
         for placeholder, value in replacements.items():
             content = content.replace(placeholder, value)
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
         project_paths.append(path)
     home.mkdir(mode=0o700, parents=True)
     prepare_home(home)
     return project_paths
+
+
+_PACKAGE_NAME = re.compile("[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
+"""Names that Python can import and that pip accepts as the name of a project (PEP 508)."""
+
+
+def _find_package_name(folder_name: str) -> str:
+    """Return the name of the package for a project in a folder of this name.
+
+    Raises ConfigurationError if it is not a valid name, or if the package would hide a module of Python or of
+    an installed package, such as `test` or `dagster`.
+    """
+    name = re.sub(r"[-. ]", "_", folder_name)
+    if _PACKAGE_NAME.fullmatch(name) is None or keyword.iskeyword(name):
+        raise ConfigurationError(
+            f"{folder_name!r} cannot name a Python package.",
+            hint="Use the letters a to z, digits and _. Start with a letter, end with a letter or digit, and"
+            " do not use a keyword of Python.",
+            reason="package_name",
+            subject=folder_name,
+        )
+    if name in sys.stdlib_module_names or _is_installed_module(name):
+        raise ConfigurationError(
+            f"A package {name} would hide the module {name}, which Python or an installed package provides.",
+            hint="Give the folder another name.",
+            reason="package_name",
+            subject=folder_name,
+        )
+    return name
+
+
+def _is_installed_module(name: str) -> bool:
+    """Return whether Python's own folders or site-packages have a module of this name.
+
+    Editable installs, such as earlier projects, do not count.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return False
+    locations = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return name == DISTRIBUTION or any(
+        str(Path(location).parent).startswith(folder) for location in locations for folder in folders
+    )
 
 
 def format_own_requirement() -> str:
@@ -244,7 +285,8 @@ def new(folder: Path) -> None:
     for path in create_project(folder):
         click.echo(path)
     print_progress(
-        f"Next: cd {folder}; in a virtual environment pip install -e '.[dev]'; dg check defs; pytest; dg dev."
+        f"Next: cd {shlex.quote(str(folder))}; in a virtual environment pip install -e '.[dev]';"
+        " dg check defs; pytest; dg dev."
     )
 
 

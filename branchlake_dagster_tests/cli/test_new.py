@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from dagster import DagsterInstance
 
 from branchlake_dagster import WarmRunLauncher
-from branchlake_dagster.cli.main import create_project, format_requirement
+from branchlake_dagster.cli.main import create_project, format_requirement, main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.testing import ThrowawayLake
@@ -269,10 +271,32 @@ def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     (packages / "branchlake_dagster" / "cli" / "template" / ".env.template").stat()
 
 
-@pytest.mark.parametrize("name", ["2shops", "class", "sh/op$"])
-def test_a_name_that_python_cannot_import_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["2shops", "class", "sh/op$", "größen", "_shop", "shop-", "a\n"])
+def test_a_name_that_python_or_pip_refuses_is_refused(tmp_path: Path, name: str) -> None:
     with raising(ConfigurationError, reason="package_name", subject=Path(name).name):
         create_project(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["test", "dagster", "polars", "branchlake-dagster"])
+def test_a_name_that_would_hide_another_module_is_refused(tmp_path: Path, name: str) -> None:
+    with raising(ConfigurationError, reason="package_name", subject=name):
+        create_project(tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_the_working_folder_can_be_the_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-shop").mkdir()
+    monkeypatch.chdir(tmp_path / "my-shop")
+    create_project(Path())
+    assert (tmp_path / "my-shop" / "src" / "my_shop" / "definitions.py").is_file()
+
+
+def test_the_command_to_go_there_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["new", "my shop"])
+    assert result.exit_code == 0, result.output
+    folder, *_ = shlex.split(result.stderr.partition("cd ")[2])
+    assert folder.rstrip(";") == "my shop"
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
