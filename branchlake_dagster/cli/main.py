@@ -155,8 +155,13 @@ class _Commands(CommandGroup):
     """Turns expected errors into a message and exit code 1, and Ctrl-C into exit code 130.
 
     Expected errors are those of branchlake, of the operating system, of Dagster and its database, and
-    invalid settings.
+    invalid settings. A standard stream that the caller has closed is empty.
     """
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the group as `click.Group.main`."""
+        _replace_closed_streams()
+        return super().main(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -174,6 +179,13 @@ class _Commands(CommandGroup):
             if message is None:
                 raise
             raise click.ClickException(message) from error
+
+
+def _replace_closed_streams() -> None:
+    """Replace standard streams that the caller has closed, which are None, by the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _format_invalid_setting(error: ErrorDetails) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,3 +279,15 @@ def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window:
     assert len({plan.partition for plan in hourly}) == 1
     if window is not None:
         assert hourly[0].partition == window
+
+
+def test_a_closed_standard_stream_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `branchlake sql - <&-`, for example in a job of cron."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert ended.value.code == 0
+    with sys.stdin as stdin, sys.stdout as stdout, sys.stderr:
+        assert stdin.read() == ""
+        assert not stdout.isatty()
