@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,6 +26,8 @@ _INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 
 _TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
+_TRANSFORM_CALL = re.compile(r"(years?|months?|days?|hours?|bucket|truncate|identity|void)\(.*\)")
+"""Text that means a transform, perhaps one that `_TRANSFORM_PATTERN` does not accept."""
 _MAX_WIDTH = 2**31 - 1
 _CODECS = ("zstd", "gzip", "snappy", "lz4", "brotli")
 _NO_CODEC = ("uncompressed", "none")
@@ -104,9 +106,9 @@ def table_metadata(
                 return pl.DataFrame({"day": [day], "price": [2.5]})
     """
     for option, value in (("keys", keys), ("layout", layout)):
-        if isinstance(value, str):
+        if isinstance(value, str) or not isinstance(value, Collection):
             raise ConfigurationError(
-                f"{option}={value!r} is a text, not a list.",
+                f"{option}={value!r} is not a list.",
                 hint=f"Write {option}=[{value!r}].",
                 reason="not_a_list",
                 subject=option,
@@ -117,6 +119,13 @@ def table_metadata(
             hint='Use the name of a column, or for several dimensions a dict: {"dimension": "column"}.',
             reason="not_a_mapping",
             subject="partition_by",
+        )
+    if properties is not None and not isinstance(properties, Mapping):
+        raise ConfigurationError(
+            f"properties={properties!r} is not a dict.",
+            hint='Write a dict, such as properties={"write.merge.mode": "merge-on-read"}.',
+            reason="not_a_mapping",
+            subject="properties",
         )
     metadata: dict[str, Any] = {}
     if write_mode is not None:
@@ -315,6 +324,13 @@ def parse_table_spec(
             hint='Declare write_mode="upsert", or remove when_matched.',
             reason="when_matched_without_upsert",
         )
+    if not all(isinstance(key, str) and key for key in keys):
+        raise ConfigurationError(
+            f"The keys are declared as {list(keys)!r}.",
+            table=table_name,
+            hint='Declare a list of column names, such as keys=["item"].',
+            reason="keys",
+        )
     require_distinct_keys(keys, table_name=table_name)
     if any("," in key for key in keys):
         raise ConfigurationError(
@@ -339,6 +355,7 @@ def parse_table_spec(
             reason="only_last_partition",
         )
     parse_exclusive_name(metadata, table_name)
+    _require_valid_options(metadata, table_name)
     layout, properties = (
         unwrap_metadata(metadata.get(AssetMetadata.LAYOUT)) or (),
         unwrap_metadata(metadata.get(AssetMetadata.PROPERTIES)) or {},
@@ -366,6 +383,30 @@ def parse_table_spec(
     )
 
 
+def _require_valid_options(metadata: Mapping[str, Any], table_name: str) -> None:
+    """Raise ConfigurationError for invalid values of `require_checks` and `preview_rows`."""
+    require_checks = unwrap_metadata(metadata.get(AssetMetadata.REQUIRE_CHECKS))
+    if require_checks not in (None, True, False):
+        raise ConfigurationError(
+            f"The value {require_checks!r} of table_metadata(require_checks=…) is neither True nor False.",
+            table=table_name,
+            hint="Use True or False.",
+            reason="require_checks",
+        )
+    preview_rows = unwrap_metadata(metadata.get(AssetMetadata.PREVIEW_ROWS, 0))
+    try:
+        is_valid = int(preview_rows) >= 0
+    except (TypeError, ValueError, OverflowError):
+        is_valid = False
+    if not is_valid:
+        raise ConfigurationError(
+            f"The value {preview_rows!r} of table_metadata(preview_rows=…) is not a number of rows.",
+            table=table_name,
+            hint="Use a whole number from 0 on.",
+            reason="preview_rows",
+        )
+
+
 def parse_layout(layout: Sequence[str], *, table_name: str) -> tuple[LayoutField, ...]:
     """Parse a declared layout, such as `["day(at)", "bucket(16, account)"]`. Raises ConfigurationError."""
     if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
@@ -376,6 +417,16 @@ def parse_layout(layout: Sequence[str], *, table_name: str) -> tuple[LayoutField
             reason="layout",
         )
     layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in layout)
+    for layout_field in layout_fields:
+        if not layout_field.transform and _TRANSFORM_CALL.fullmatch(layout_field.column):
+            raise ConfigurationError(
+                f"{layout_field.column} in the layout is not a valid transform.",
+                table=table_name,
+                hint="Use year(c), month(c), day(c), hour(c), bucket(16, c) or truncate(4, c) with the name"
+                " of a column, or the name alone.",
+                reason="layout_transform",
+                subject=layout_field.column,
+            )
     if any(not layout_field.has_valid_width for layout_field in layout_fields):
         raise ConfigurationError(
             f"The layout {', '.join(layout)} has a bucket or truncate of no width.",
@@ -470,9 +521,9 @@ def unwrap_metadata(value: Any) -> Any:
 def _parse_partition_expr(expression: Any, table_name: str) -> Mapping[str, str]:
     if expression is None:
         return {}
-    if isinstance(expression, str):
+    if isinstance(expression, str) and expression.strip():
         return {"": expression}
-    if isinstance(expression, Mapping):
+    if isinstance(expression, Mapping) and all(str(column).strip() for column in expression.values()):
         return {str(dimension): str(column) for dimension, column in expression.items()}
     raise ConfigurationError(
         f"The partition column is declared as {expression!r}.",

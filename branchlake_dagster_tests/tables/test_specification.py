@@ -72,6 +72,15 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         (table_metadata(layout=["k", f"truncate({2**31}, k)"]), False, "layout_width", ["truncate"]),
         (table_metadata(layout=["day(ts)", "day( ts )"]), False, "layout_twice", ["day(ts)"]),
         (table_metadata(write_mode="upsert", keys=["k", "k"]), False, "keys_twice", ["'k'"]),
+        (table_metadata(write_mode="upsert", keys=[None]), False, "keys", ["None"]),
+        (table_metadata(partition_by=" "), True, "partition_expr", ["partition_by="]),
+        (table_metadata(partition_by={"day": ""}), True, "partition_expr", ["partition_by="]),
+        (table_metadata(layout=["days(at)"]), False, "layout_transform", ["days(at)"]),
+        (table_metadata(layout=["bucket(-1, k)"]), False, "layout_transform", ["bucket(-1, k)"]),
+        (table_metadata(layout=["bucket(k, 16)"]), False, "layout_transform", ["bucket(k, 16)"]),
+        ({"branchlake/require_checks": "no"}, False, "require_checks", ["'no'"]),
+        (table_metadata(preview_rows=-1), False, "preview_rows", ["-1"]),
+        ({"branchlake/preview_rows": "all"}, False, "preview_rows", ["'all'"]),
         ({"branchlake/properties": ["x"]}, False, "properties", ["x"]),
         (
             table_metadata(properties={"write.parquet.compression-codec": "zstandard"}),
@@ -270,6 +279,8 @@ def test_spaces_around_a_column_of_the_layout_are_ignored(declaration: str) -> N
         ({"layout": "day(at)"}, "not_a_list"),
         ({"partition_by": ["day"]}, "not_a_mapping"),
         ({"partition_by": ["ab"]}, "not_a_mapping"),
+        ({"keys": 3}, "not_a_list"),
+        ({"properties": ["x"]}, "not_a_mapping"),
     ],
 )
 def test_a_text_is_not_taken_for_a_list(options: dict[str, object], reason: str) -> None:
