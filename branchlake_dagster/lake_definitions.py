@@ -441,6 +441,17 @@ def branchlake_definitions(
             hint="Name the argument: branchlake_definitions(definitions=…).",
             reason="definitions_as_settings",
         )
+    for argument, value, expected in (
+        ("settings", settings, Settings),
+        ("definitions", definitions, Definitions),
+    ):
+        if value is not None and not isinstance(value, expected):
+            raise ConfigurationError(
+                f"The argument {argument} of branchlake_definitions is a {type(value).__name__}.",
+                hint="Write branchlake_definitions(Settings(…), dg.Definitions(assets=[…])).",
+                reason="argument_type",
+                subject=argument,
+            )
     if lakehouse is None:
         settings = settings or Settings()
         lakehouse = LakehouseResource.from_settings(settings)

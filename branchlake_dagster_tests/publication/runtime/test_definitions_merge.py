@@ -332,6 +332,12 @@ def test_changes_are_consumed_by_the_partition_that_rows_belong_to(
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["- rolling"]
 
 
+@pytest.mark.parametrize(("argument", "value"), [("settings", {"state_dir": "x"}), ("definitions", [])])
+def test_arguments_of_other_types_are_refused(argument: str, value: Any) -> None:
+    with raising(ConfigurationError, reason="argument_type", subject=argument):
+        branchlake_definitions(**{argument: value})
+
+
 def test_definitions_in_the_place_of_the_settings_are_refused() -> None:
     misplaced: Any = dg.Definitions(assets=[asset()])
     with raising(ConfigurationError, reason="definitions_as_settings"):
