@@ -35,6 +35,7 @@ from branchlake_dagster.publication.ledger import (
 )
 from branchlake_dagster.publication.replay import IcebergTableFormat, StagedState
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
+from branchlake_dagster.runs.provenance import count_rows
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.find_publication import PublicationNotFound
 from branchlake_dagster.undo.own_change import build_own_change, join_own_changes
@@ -473,7 +474,8 @@ class PublicationUndo:
         key, before = history.key, history.before
         if before is None:
             plan.new_contents[key] = None
-            return UndoneTable(key.name, "dropped")
+            file_count, row_count = self._count_stored(key, plan.contents.get(key))
+            return UndoneTable(key.name, "dropped", removed_files=file_count, removed_rows=row_count)
         if isinstance(before, IcebergTable):
             error = find_missing_file(self._tables.open(key, before).table)
             if error is not None:
@@ -482,7 +484,23 @@ class PublicationUndo:
         current = plan.contents.get(key)
         content_id = current.content_id if current else before.content_id if history.is_renamed else None
         plan.new_contents[key] = replace(before, content_id=content_id)
-        return UndoneTable(key.name, "restored")
+        file_count, row_count = self._count_stored(key, before)
+        return UndoneTable(key.name, "restored", restored_files=file_count, restored_rows=row_count)
+
+    def _count_stored(self, key: ContentKey, content: Content | None) -> tuple[int, int | None]:
+        """Return the numbers of data files and rows of a whole table; no files and None if they are unknown.
+
+        Both are zero for a view. A damaged table must not prevent its undo.
+        """
+        if not isinstance(content, IcebergTable):
+            return 0, 0
+        try:
+            table = self._tables.open(key, content).table
+        except (OSError, BranchlakeError):
+            return 0, None
+        snapshot = table.current_snapshot()
+        summary = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+        return int(summary.get("total-data-files", 0)), count_rows(table)
 
     def _plan_table(
         self, history: _KeyHistory, current: IcebergTable, keep_positions: bool, plan: _Plan

@@ -231,7 +231,8 @@ def test_a_created_table_goes_and_one_that_others_use_stays(bench: Workbench) ->
         run.append([("a", 1)], name)
         bench.published(run)
     appended(bench, [("b", 2)], "shared")
-    assert undo(bench, alone).tables[0].action == "dropped"
+    (dropped,) = undo(bench, alone).tables
+    assert (dropped.action, dropped.removed_files, dropped.removed_rows) == ("dropped", 1, 1)
     assert undo(bench, shared).tables[0].action == "changed"
     namespace = bench.namespace
     assert [key[-1] for key in bench.lake.catalog().list_tables((namespace,))] == ["shared", "t"]
