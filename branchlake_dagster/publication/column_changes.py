@@ -93,7 +93,9 @@ def validate_column_change(
         other_names = {name.lower() for name in column_names if name not in change.columns}
         if not change.new_name or change.new_name.lower() in other_names:
             raise ColumnChangeRefused(
-                f"The new name {change.new_name!r} is empty, or another column already has it.",
+                f"Another column is called {change.new_name}."
+                if change.new_name
+                else "The new name of the column is empty.",
                 columns=change.columns,
                 table=change.table,
                 hint="Choose another name.",

@@ -27,7 +27,7 @@ class _Address(click.ParamType[tuple[str, int]]):
     ) -> tuple[str, int]:
         host, colon, port = str(value).rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-            self.fail(f"{value!r} is no address: write it as 127.0.0.1:9101.", param, ctx)
+            self.fail(f"{value!r} is not an address: write it as 127.0.0.1:9101.", param, ctx)
         return host.strip("[]"), int(port)
 
 
@@ -45,7 +45,7 @@ class _Rate(click.ParamType[tuple[str, float]]):
         except ValueError:
             rate = -1.0
         if kind not in _KINDS or not 0 <= rate < 1e7:
-            self.fail(f"{value!r} is no rate: write it as radar=5000.", param, ctx)
+            self.fail(f"{value!r} is not a rate: write it as radar=5000.", param, ctx)
         return kind, rate
 
 
