@@ -12,7 +12,10 @@ import click
 
 
 class Moment(click.ParamType[datetime]):
-    """An option with a time in ISO 8601, from 1957 to 2262. A time without a zone is in UTC."""
+    """An option with a time in ISO 8601, from 1957 to 2262. A time without a zone is in UTC.
+
+    If a command has the options `--since` and `--until`, `--since` must not be later.
+    """
 
     name = "time"
 
@@ -24,7 +27,13 @@ class Moment(click.ParamType[datetime]):
             self.fail(f"{value!r} is not a time: write it as 2026-11-20T12:00.", param, ctx)
         if not 1957 <= moment.year < 2262:  # from the first satellite to the end of 64-bit nanoseconds
             self.fail(f"{value!r} is not a time between 1957 and 2262.", param, ctx)
-        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        moment = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        # Either option may be given first, so each is compared with the other one.
+        limits = {**(ctx.params if ctx else {}), **({param.name: moment} if param else {})}
+        since, until = limits.get("since"), limits.get("until")
+        if since is not None and until is not None and since > until:
+            self.fail("--since is later than --until.", param, ctx)
+        return moment
 
 
 class NamedFolder(click.Path):

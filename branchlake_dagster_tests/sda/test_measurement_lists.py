@@ -280,3 +280,10 @@ def test_times_of_the_options_are_in_utc(run: Callable[..., Result]) -> None:
     for value in ("0001-01-01T00:30", "2262-01-01", "soon"):
         run("tracks", "--since", value, code=2)
     run("tracks", "--since", "2026-08-11T12:00+01:00:30")
+
+
+@pytest.mark.parametrize("command", ["tracks", "observations", "alerts", "conjunctions", "screen-ephemeris"])
+def test_an_interval_that_ends_before_it_begins_is_refused(run: Callable[..., Result], command: str) -> None:
+    interval = [["--since", "2026-08-11T12:00"], ["--until", "2026-08-11T13:00+02:00"]]
+    for first, second in (interval, interval[::-1]):
+        assert first[0] in run(command, *first, *second, code=2).output
