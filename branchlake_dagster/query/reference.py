@@ -99,7 +99,7 @@ class LakeState:
                 if isinstance(at, datetime)
                 else _find_by_time_or_hash(client, str(at))  # a date is the midnight at which it begins
             )
-        return _find_by_branch(client, branch or MAIN)
+        return _find_by_branch(client, MAIN if branch is None else branch)
 
 
 def _pin_reference(reference: Reference, label: str) -> LakeState:

@@ -110,7 +110,11 @@ class SubscriberStore:
         self._sync_folder()
 
     def add_acknowledgement(self, acknowledgement: Acknowledgement) -> None:
-        """Record an acknowledgement. It is on disk when this returns."""
+        """Record an acknowledgement. It is on disk when this returns.
+
+        Raises ConfigurationError for an invalid name of its subscriber.
+        """
+        _require_name(acknowledgement.subscriber)
         make_private_folder(self._folder)
         values = {
             **asdict(acknowledgement),
@@ -158,13 +162,7 @@ class SubscriberStore:
             ) from error
 
     def _path_of(self, subscriber: str, suffix: str) -> Path:
-        if not _NAME.fullmatch(subscriber):
-            raise ConfigurationError(
-                f"{subscriber!r} cannot be the name of a subscriber.",
-                hint="Use at most 64 letters, digits and _ . @ -, and a letter or digit first.",
-                reason="subscriber_name",
-                subject=subscriber,
-            )
+        _require_name(subscriber)
         return self._folder / f"subscriber-{subscriber}.{suffix}"
 
     def _sync_folder(self) -> None:
@@ -197,3 +195,14 @@ def latest_acknowledgements(
     for (alert_id, _), one in latest.items():
         by_alert.setdefault(alert_id, []).append(one)
     return by_alert
+
+
+def _require_name(subscriber: str) -> None:
+    if not _NAME.fullmatch(subscriber):
+        raise ConfigurationError(
+            f"{subscriber!r} cannot be the name of a subscriber.",
+            hint="Give another name with --subscriber: at most 64 letters, digits and _ . @ -, and a letter"
+            " or digit first.",
+            reason="subscriber_name",
+            subject=subscriber,
+        )

@@ -111,10 +111,12 @@ def alerts(
         raise click.UsageError("--subscriber belongs to --follow and --ack.")
 
     settings = load_command_settings(None).settings
+    if subscriber is None:
+        subscriber = _login_name()
     if follow:
-        _follow(settings, subscriber or _login_name(), since, restart, as_json, interval_s, once)
+        _follow(settings, subscriber, since, restart, as_json, interval_s, once)
     elif acknowledged_id is not None:
-        _acknowledge(settings, acknowledged_id, subscriber or _login_name(), note)
+        _acknowledge(settings, acknowledged_id, subscriber, note)
     else:
         from branchlake_dagster.sda.commands.alert_list import AlertFilter
 

@@ -178,6 +178,13 @@ def test_without_a_dagster_instance_none_is_made(
     assert not (tmp_path / "state").exists()
 
 
+def test_an_empty_name_of_a_subscriber_is_not_the_login_name(log: AlertLog, run: Run) -> None:
+    """As of a shell's variable that is not set."""
+    log.publish(entry(1))
+    run("--follow", "--once", "--subscriber", "", code=1)
+    run("--ack", alert_id(1), "--subscriber", "", code=1)
+
+
 def test_follow_prints_text_or_json_lines(log: AlertLog, run: Run) -> None:
     log.publish(entry(1))
     name = ("--subscriber", "command", "--follow", "--once")
