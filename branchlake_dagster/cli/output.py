@@ -46,7 +46,7 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
         console = Console(file=file) if is_terminal else Console(file=file, width=_WIDE)
         console.print(grid)
     rows = (
-        f"The first {row_count:,} rows. To show all: --rows 0."
+        f"Only {format_count(row_count, 'row')} of the result. To show all: --rows 0."
         if has_more
         else f"{format_count(row_count, 'row')}."
     )
