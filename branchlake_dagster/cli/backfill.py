@@ -49,7 +49,7 @@ from branchlake_dagster.cli.dagster_home import open_instance
 from branchlake_dagster.cli.location import require_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import AssetGraph, load_tagged_backfills
-from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
@@ -71,10 +71,12 @@ class LocationContext:
 def open_location(module: str | None) -> Iterator[LocationContext]:
     """Open the code location of a module, or of the project in the working folder, with its lake and Dagster.
 
-    Raises ConfigurationError if the code location cannot be loaded, and click.UsageError if none is named.
+    Raises ConfigurationError if the code location cannot be loaded, click.UsageError if none is named, and
+    LakeNotRunning.
     """
     location, loaded_settings = require_location(module)
     repository, settings = location.repository, loaded_settings.settings
+    Lakehouse(settings, start=False).endpoints(spark=False)  # fails if the lake does not run
     with open_instance(settings) as instance:
         sensors = declared_sensors(repository)
         yield LocationContext(

@@ -393,12 +393,9 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
         partitions_to_dicts,
         show_consumer_partitions,
     )
-    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
     now = datetime.now(UTC)
     with open_location(module) as context:
-        settings = context.lake.effective()
-        Lakehouse(settings, start=False).endpoints(spark=False)  # fails if the lake does not run
         consumer_partitions = gather_partitions(context, asset, now)
     click.echo(
         json.dumps(partitions_to_dicts(consumer_partitions, now), indent=2)

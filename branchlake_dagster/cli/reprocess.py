@@ -97,7 +97,7 @@ def _reprocess_kept_records(
     interval = RawInterval(since, until)
     location, ingest = _find_ingestion(ingestion, module)
     require_kept_records(ingest)
-    lake = Lakehouse(location.settings)
+    lake = Lakehouse(location.settings, start=False)
     namespace = location.settings.default_namespace
     existing_tables = load_ingestion_tables(ingest, lake.nessie, lake.catalog(MAIN), namespace)
     session = lake.spark_session()
@@ -136,7 +136,7 @@ def _reprocess_dead_letters(
     from branchlake_dagster.stored_names import RunTag
 
     location, ingest = _find_ingestion(ingestion, module)
-    lake = Lakehouse(location.settings)
+    lake = Lakehouse(location.settings, start=False)
     existing_tables = load_ingestion_tables(
         ingest, lake.nessie, lake.catalog(MAIN), location.settings.default_namespace
     )

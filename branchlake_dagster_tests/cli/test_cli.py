@@ -11,14 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dagster as dg
 import pytest
 import sqlalchemy.exc
 from click.testing import CliRunner, Result
 from dagster import DagsterInvariantViolationError
 
-from branchlake_dagster.cli import main
+from branchlake_dagster.cli import backfill, main
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
+from branchlake_dagster.errors import LakeNotRunning
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, INGEST_JOBS, Plan, plan_for
@@ -291,3 +293,14 @@ def test_a_closed_standard_stream_is_empty(monkeypatch: pytest.MonkeyPatch) -> N
     with sys.stdin as stdin, sys.stdout as stdout, sys.stderr:
         assert stdin.read() == ""
         assert not stdout.isatty()
+
+
+def test_backfill_commands_start_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(state_dir=tmp_path / "state")
+    location = SimpleNamespace(repository=dg.Definitions().get_repository_def())
+    monkeypatch.setattr(
+        backfill, "require_location", lambda _: (location, SimpleNamespace(settings=settings))
+    )
+    with pytest.raises(LakeNotRunning), backfill.open_location(None):
+        pass
+    assert not settings.state_dir.exists()
