@@ -17,7 +17,7 @@ def reached(**numbers: list[int]) -> dict[str, np.ndarray[tuple[int], np.dtype[n
 
 
 SECONDS = {"a.py::short": 0.1, "a.py::wide": 9.0, "a.py::twice": 5.0, "a.py::alone": 30.0, "b.py::only": 8.0}
-REACHED = reached(a__wide=[1, 2, 3], a__twice=[2], a__alone=[4], b__only=[1])
+REACHED = reached(a__short=[1], a__wide=[1, 2, 3], a__twice=[2], a__alone=[4], b__only=[1])
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,9 @@ def test_what_is_kept_remains() -> None:
     assert choose_extended(SECONDS, REACHED, budget_s=0, kept=kept) == {"a.py::wide", "a.py::alone"}
 
 
-def test_the_shortest_of_a_file_remains() -> None:
-    assert choose_extended({"a.py::x": 3.0, "a.py::y": 2.0}, {}, budget_s=0) == {"a.py::x"}
+def test_the_shortest_of_a_file_and_those_that_reach_nothing_remain() -> None:
+    seconds = {"a.py::x": 3.0, "a.py::y": 2.0, "a.py::text": 4.0}
+    assert choose_extended(seconds, reached(a__x=[1], a__y=[1]), budget_s=0) == {"a.py::x"}
 
 
 def test_branches_are_read_by_test(tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_each_extended_test_exists(pytestconfig: pytest.Config) -> None:
         pytest.skip("single tests were asked for")
     collected = pytestconfig.stash[COLLECTED]
     files = {one.partition("::")[0] for one in collected}
+    assert all((Path(__file__).parents[1] / one.partition("::")[0]).is_file() for one in read_list())
     assert {one for one in read_list() if one.partition("::")[0] in files} <= collected
 
 
