@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -149,6 +150,9 @@ class Settings(BaseSettings):
     )
     spark_driver_memory: str = Field(
         "3g", description="Heap of the embedded Spark server, or of a classic session."
+    )
+    spark_java_options: str | None = Field(
+        None, description="More options for the JVM of the embedded Spark server, such as -XX:+UseParallelGC."
     )
     spark_port: int = Field(0, ge=0, le=65535, description="Port of embedded Spark Connect; 0: any free one.")
 
@@ -391,6 +395,12 @@ class Settings(BaseSettings):
     def _parse_boolean_or_path(cls, value: object) -> object:
         # An environment variable is always text, and "false" must not become the path of a CA bundle.
         return {"true": True, "false": False}.get(str(value).lower(), value)
+
+    @field_validator("spark_java_options")
+    @classmethod
+    def _require_shell_words(cls, value: str | None) -> str | None:
+        shlex.split(value or "")  # raises ValueError, for example for a quote that is not closed
+        return value
 
     @field_validator("reap_interval_min")
     @classmethod

@@ -22,6 +22,13 @@ def test_tls_verification_is_a_switch_or_a_bundle(
     assert Settings().nessie_verify_tls == value
 
 
+def test_java_options_are_shell_words() -> None:
+    assert Settings(spark_java_options="-Xss8m '-Da=b c'").spark_java_options
+    with pytest.raises(ValidationError) as raised:
+        Settings(spark_java_options="'-Da=b c")
+    assert [error["loc"] for error in raised.value.errors()] == [("spark_java_options",)]
+
+
 def test_the_reaper_runs_at_even_distances() -> None:
     with raising(ValidationError, "reap_interval_min", 45):
         Settings(reap_interval_min=45)

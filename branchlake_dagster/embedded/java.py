@@ -161,6 +161,21 @@ class Archive:
         return self.stem.with_name(f"{self.stem.name}.{os.getpid()}.tmp")
 
 
+_FEW_CORES = 2
+
+
+def spark_compiler_options(cores: int) -> list[str]:
+    """Return the JVM options that choose the compilers of the embedded Spark server, on this many cores.
+
+    On one or two cores, the second compiler takes its time from the queries, whose generated code is new in
+    each session: without it, small queries are faster (docs/adr/0025). The code of many sessions needs more
+    than the 48 MB that a JVM without the second compiler reserves.
+    """
+    if cores > _FEW_CORES:
+        return []
+    return ["-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=240m"]
+
+
 def _file_checksum(path: Path) -> str:
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +33,13 @@ from branchlake_dagster.embedded.jars import (
     resolve_jars,
     spark_home,
 )
-from branchlake_dagster.embedded.java import Archive, bundled_java, find_archive, user_java
+from branchlake_dagster.embedded.java import (
+    Archive,
+    bundled_java,
+    find_archive,
+    spark_compiler_options,
+    user_java,
+)
 from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, keep_port, rotate_folder
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.embedded.state_folder import (
@@ -368,17 +375,23 @@ class EmbeddedServers:
         if not settings.spark_master.startswith("local"):
             command += ["--jars", ",".join(paths)]
         conf_folder = os.environ.get("SPARK_CONF_DIR")
+        options: list[str] = []
         if not conf_folder:
-            options = [f"-Dlog4j2.configurationFile={process.write_log_config(scratch / 'conf').as_uri()}"]
+            options += [f"-Dlog4j2.configurationFile={process.write_log_config(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
             options += avro_options()
             options += self._archive_options(_spark_archive(jars, java))
+            if settings.spark_master.startswith("local"):
+                options += spark_compiler_options(os.cpu_count() or 1)
             if not settings.spark_master.startswith("local"):
                 conf["spark.executor.extraJavaOptions"] = " ".join(avro_options())
             # The workers run on this machine, so they can be forked from a process with imported libraries.
             if settings.spark_master.startswith("local") and sys.platform == "linux":
                 conf["spark.python.daemon.module"] = daemon.__name__
-            command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
+        # The JVM uses the last of several values of an option.
+        options += shlex.split(settings.spark_java_options or "")
+        if options:
+            command += ["--driver-java-options", " ".join(map(_quote_java_option, options))]
         for key, value in conf.items():
             command += ["--conf", f"{key}={value}"]
         command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
@@ -434,6 +447,12 @@ def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
 
 def _nessie_archive(jars: dict[Jar, Path]) -> Archive | None:
     return find_archive(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
+
+
+def _quote_java_option(option: str) -> str:
+    """Quote an option for `--driver-java-options`, which Spark divides at spaces."""
+    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive | None:

@@ -95,6 +95,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     spark_token: str | None = _settings_field("spark_token")
     spark_master: str | None = _settings_field("spark_master")
     spark_driver_memory: str | None = _settings_field("spark_driver_memory")
+    spark_java_options: str | None = _settings_field("spark_java_options")
     spark_port: int | None = _settings_field("spark_port")
     ivy_settings: str | None = _settings_field("ivy_settings")
     startup_timeout_s: float | None = _settings_field("startup_timeout_s")

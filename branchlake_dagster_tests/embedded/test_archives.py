@@ -219,7 +219,37 @@ def test_a_first_start_does_without(
     (nessie, _), (spark, _) = launched
     assert not [word for word in (*nessie, *spark) if str(cache) in word]
     assert "-XX:TieredStopAtLevel=1" in nessie
-    assert "TieredStopAtLevel" not in " ".join(spark)  # queries are worth the second compiler
+
+
+@pytest.mark.parametrize(("cores", "has_second"), [(1, False), (2, False), (3, True), (None, False)])
+def test_spark_has_the_second_compiler_where_it_takes_no_time_from_queries(
+    servers: Callable[..., EmbeddedServers],
+    launched: list[tuple[list[str], dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int | None,
+    has_second: bool,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    launch(servers())
+    launch(servers(spark_master="spark://cluster.example:7077"))
+    options = [driver_options(command) for command, _ in launched[1::2]]
+    assert ["TieredStopAtLevel=1" not in found for found in options] == [has_second, True]
+    assert ["ReservedCodeCacheSize" in found for found in options] == [not has_second, False]
+
+
+def test_spark_has_the_users_options_last(
+    servers: Callable[..., EmbeddedServers],
+    launched: list[tuple[list[str], dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    own = """-XX:TieredStopAtLevel=4 "-Da=b c" '-Dq="x"'"""
+    expected = r'''"-XX:TieredStopAtLevel=4" "-Da=b c" "-Dq=\"x\""'''
+    launch(servers(spark_java_options=own))
+    assert driver_options(launched[-1][0]).endswith(f" {expected}")
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    launch(servers(spark_java_options=own))
+    assert driver_options(launched[-1][0]) == expected
 
 
 def test_archives_that_exist_are_used_and_others_recorded(
