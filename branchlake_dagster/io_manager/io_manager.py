@@ -62,7 +62,7 @@ from branchlake_dagster.tables.selection import (
     select_partitions,
     to_iceberg_filter,
 )
-from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
+from branchlake_dagster.tables.specification import TableSpec, parse_preview_rows, parse_table_spec
 
 MAX_PARTITIONS = 400
 """The largest number of partitions of one output whose row counts are reported: a year of days."""
@@ -385,7 +385,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     def _preview_rows(self, context: OutputContext) -> int:
         default = self.lakehouse.lakehouse.settings.preview_rows
-        return int(context.definition_metadata.get(AssetMetadata.PREVIEW_ROWS, default))
+        table_name = context.asset_key.to_user_string()
+        return parse_preview_rows(context.definition_metadata, default, table_name)
 
     def _table_spec(
         self, context: OutputContext | InputContext, definition: PartitionsDefinition[str] | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -39,13 +40,13 @@ PARTITION_EXPR = "partition_expr"
 def table_metadata(
     *,
     write_mode: WriteMode | None = None,
-    keys: Sequence[str] = (),
+    keys: Iterable[str] | None = (),
     when_matched: WhenMatched | None = None,
     partition_by: str | Mapping[str, str] | None = None,
     require_checks: bool | None = None,
     isolation: Isolation | None = None,
     preview_rows: int | None = None,
-    layout: Sequence[str] = (),
+    layout: Iterable[str] | None = (),
     properties: Mapping[str, str] | None = None,
     exclusive: str | None = None,
     columns: ColumnContract | None = None,
@@ -58,7 +59,7 @@ def table_metadata(
         write_mode (Optional[Literal["replace_partitions", "replace_table", "append", "upsert"]]): How a
             materialization changes the table. (default: `replace_partitions` when the asset is partitioned by
             a column, else `replace_table`)
-        keys (Sequence[str]): The columns that an `upsert` matches on.
+        keys (Optional[Iterable[str]]): The columns that an `upsert` matches on.
         when_matched (Optional[Literal["update", "keep"]]): What an `upsert` does with a row whose keys are in
             the table already. `update` replaces the table's row. `keep` leaves it as it is and drops the new
             row, as for records that a source repeats. If a key is a date or timestamp, only files that
@@ -73,9 +74,9 @@ def table_metadata(
             it wrote. (default: `snapshot`)
         preview_rows (Optional[int]): How many of the rows that a run wrote are shown on the asset's page. Use
             0 for data that must not be stored in Dagster's database. (default: the setting of that name)
-        layout (Sequence[str]): How the table's files are partitioned in addition to `partition_by`: columns,
-            or Iceberg's transforms of columns: `year(c)`, `month(c)`, `day(c)`, `hour(c)`, `bucket(16, c)`,
-            `truncate(4, c)`. It applies to new tables only. (default: nothing)
+        layout (Optional[Iterable[str]]): How the table's files are partitioned in addition to `partition_by`:
+            columns, or Iceberg's transforms of columns: `year(c)`, `month(c)`, `day(c)`, `hour(c)`,
+            `bucket(16, c)`, `truncate(4, c)`. It applies to new tables only. (default: nothing)
         properties (Optional[Mapping[str, str]]): Iceberg's table properties, such as
             `{"write.merge.mode": "merge-on-read"}`. They apply to new tables only.
         exclusive (Optional[str]): A name of letters, digits, `_` and `-`. Only one run at a time may write
@@ -105,14 +106,7 @@ def table_metadata(
                 day = context.partition_time_window.start.date()
                 return pl.DataFrame({"day": [day], "price": [2.5]})
     """
-    for option, value in (("keys", keys), ("layout", layout)):
-        if isinstance(value, str) or not isinstance(value, Collection):
-            raise ConfigurationError(
-                f"{option}={value!r} is not a list.",
-                hint=f"Write {option}=[{value!r}].",
-                reason="not_a_list",
-                subject=option,
-            )
+    key_columns, layout_entries = _read_list("keys", keys), _read_list("layout", layout)
     if partition_by is not None and not isinstance(partition_by, str | Mapping):
         raise ConfigurationError(
             f"partition_by={partition_by!r} names no column.",
@@ -130,8 +124,8 @@ def table_metadata(
     metadata: dict[str, Any] = {}
     if write_mode is not None:
         metadata[AssetMetadata.WRITE_MODE] = write_mode
-    if keys:
-        metadata[AssetMetadata.KEYS] = list(keys)
+    if key_columns:
+        metadata[AssetMetadata.KEYS] = key_columns
     if when_matched is not None:
         metadata[AssetMetadata.WHEN_MATCHED] = when_matched
     if partition_by is not None:
@@ -142,8 +136,8 @@ def table_metadata(
         metadata[AssetMetadata.ISOLATION] = isolation
     if preview_rows is not None:
         metadata[AssetMetadata.PREVIEW_ROWS] = preview_rows
-    if layout:
-        metadata[AssetMetadata.LAYOUT] = list(layout)
+    if layout_entries:
+        metadata[AssetMetadata.LAYOUT] = layout_entries
     if properties:
         metadata[AssetMetadata.PROPERTIES] = dict(properties)
     if exclusive is not None:
@@ -151,6 +145,28 @@ def table_metadata(
     if columns is not None:
         metadata[AssetMetadata.COLUMNS] = columns
     return metadata
+
+
+def _read_list(option: str, value: Iterable[str] | None) -> list[str]:
+    """Return the entries of an option of `table_metadata`. Reads an iterator once; None has no entries.
+
+    Raises ConfigurationError for a text and for values that are not iterable.
+    """
+    if value is None:
+        return []
+    if not _is_iterable(value):
+        raise ConfigurationError(
+            f"{option}={value!r} is not a list.",
+            hint=f"Write {option}=[{value!r}]." if isinstance(value, str) else "Write a list of texts.",
+            reason="not_a_list",
+            subject=option,
+        )
+    return list(value)
+
+
+def _is_iterable(value: Any) -> bool:
+    """Return whether a declared value has entries. A text does not count, although its letters are some."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 @dataclass(frozen=True)
@@ -275,7 +291,7 @@ def parse_table_spec(
     table_name = format_table_name(identifier)
     expression = unwrap_metadata(metadata.get(PARTITION_EXPR))
     columns = _parse_partition_expr(expression, table_name)
-    keys = tuple(unwrap_metadata(metadata.get(AssetMetadata.KEYS)) or ())
+    keys = _parse_keys(metadata, table_name)
     mode: Any = unwrap_metadata(metadata.get(AssetMetadata.WRITE_MODE)) or (
         "replace_partitions" if columns else "replace_table"
     )
@@ -324,13 +340,6 @@ def parse_table_spec(
             hint='Declare write_mode="upsert", or remove when_matched.',
             reason="when_matched_without_upsert",
         )
-    if not all(isinstance(key, str) and key for key in keys):
-        raise ConfigurationError(
-            f"The keys are declared as {list(keys)!r}.",
-            table=table_name,
-            hint='Declare a list of column names, such as keys=["item"].',
-            reason="keys",
-        )
     require_distinct_keys(keys, table_name=table_name)
     if any("," in key for key in keys):
         raise ConfigurationError(
@@ -356,11 +365,9 @@ def parse_table_spec(
         )
     parse_exclusive_name(metadata, table_name)
     _require_valid_options(metadata, table_name)
-    layout, properties = (
-        unwrap_metadata(metadata.get(AssetMetadata.LAYOUT)) or (),
-        unwrap_metadata(metadata.get(AssetMetadata.PROPERTIES)) or {},
-    )
-    layout_fields = parse_layout(layout, table_name=table_name)
+    layout = unwrap_metadata(metadata.get(AssetMetadata.LAYOUT))
+    properties = unwrap_metadata(metadata.get(AssetMetadata.PROPERTIES)) or {}
+    layout_fields = parse_layout(() if layout is None else layout, table_name=table_name)
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
             f"The table's properties must be a dict, but they are {properties!r}.",
@@ -383,6 +390,22 @@ def parse_table_spec(
     )
 
 
+def _parse_keys(metadata: Mapping[str, Any], table_name: str) -> tuple[str, ...]:
+    """Return the declared keys, or nothing. Raises ConfigurationError for keys that are not column names."""
+    value = unwrap_metadata(metadata.get(AssetMetadata.KEYS))
+    if value is None:
+        return ()
+    keys = tuple(value) if _is_iterable(value) else ()
+    if not _is_iterable(value) or not all(isinstance(key, str) and key for key in keys):
+        raise ConfigurationError(
+            f"The keys are declared as {list(keys) if keys else value!r}.",
+            table=table_name,
+            hint='Declare a list of column names, such as keys=["item"].',
+            reason="keys",
+        )
+    return keys
+
+
 def _require_valid_options(metadata: Mapping[str, Any], table_name: str) -> None:
     """Raise ConfigurationError for invalid values of `require_checks` and `preview_rows`."""
     require_checks = unwrap_metadata(metadata.get(AssetMetadata.REQUIRE_CHECKS))
@@ -393,31 +416,49 @@ def _require_valid_options(metadata: Mapping[str, Any], table_name: str) -> None
             hint="Use True or False.",
             reason="require_checks",
         )
-    preview_rows = unwrap_metadata(metadata.get(AssetMetadata.PREVIEW_ROWS, 0))
+    parse_preview_rows(metadata, 0, table_name)
+
+
+def parse_preview_rows(metadata: Mapping[str, Any], default: int, table_name: str) -> int:
+    """Return the declared number of rows of the preview, or `default` without a declaration.
+
+    Raises ConfigurationError for a value that is not a whole number from 0 on.
+    """
+    preview_rows = unwrap_metadata(metadata.get(AssetMetadata.PREVIEW_ROWS, default))
     try:
-        is_valid = int(preview_rows) >= 0
-    except (TypeError, ValueError, OverflowError):
-        is_valid = False
-    if not is_valid:
+        row_count = -1 if isinstance(preview_rows, bool) else operator.index(preview_rows)
+    except TypeError:
+        row_count = -1
+    if row_count < 0:
         raise ConfigurationError(
             f"The value {preview_rows!r} of table_metadata(preview_rows=…) is not a number of rows.",
             table=table_name,
             hint="Use a whole number from 0 on.",
             reason="preview_rows",
         )
+    return row_count
 
 
-def parse_layout(layout: Sequence[str], *, table_name: str) -> tuple[LayoutField, ...]:
+def parse_layout(layout: Iterable[str], *, table_name: str) -> tuple[LayoutField, ...]:
     """Parse a declared layout, such as `["day(at)", "bucket(16, account)"]`. Raises ConfigurationError."""
-    if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
+    entries = tuple(layout) if _is_iterable(layout) else ()
+    if not _is_iterable(layout) or not all(isinstance(declaration, str) for declaration in entries):
         raise ConfigurationError(
             f"The layout must be a list of strings, but it is {layout!r}.",
             table=table_name,
             hint='Declare a list, such as layout=["day", "bucket(16, account)"].',
             reason="layout",
         )
-    layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in layout)
-    for layout_field in layout_fields:
+    layout_fields = tuple(LayoutField.from_declaration(declaration) for declaration in entries)
+    for declaration, layout_field in zip(entries, layout_fields, strict=True):
+        if not layout_field.column:
+            raise ConfigurationError(
+                f"The entry {declaration!r} of the layout does not name a column.",
+                table=table_name,
+                hint='Name a column in each entry, such as layout=["day", "bucket(16, account)"].',
+                reason="layout_column",
+                subject=declaration,
+            )
         if not layout_field.transform and _TRANSFORM_CALL.fullmatch(layout_field.column):
             raise ConfigurationError(
                 f"{layout_field.column} in the layout is not a valid transform.",
@@ -429,14 +470,14 @@ def parse_layout(layout: Sequence[str], *, table_name: str) -> tuple[LayoutField
             )
     if any(not layout_field.has_valid_width for layout_field in layout_fields):
         raise ConfigurationError(
-            f"The layout {', '.join(layout)} has a bucket or truncate of no width.",
+            f"The layout {', '.join(entries)} has a bucket or truncate of no width.",
             table=table_name,
             hint="Give it a width from 1 to 2147483647, such as bucket(16, account).",
             reason="layout_width",
         )
     if len(set(layout_fields)) < len(layout_fields):
         raise ConfigurationError(
-            f"The layout {', '.join(layout)} has an entry twice.",
+            f"The layout {', '.join(entries)} has an entry twice.",
             table=table_name,
             hint="Name each column or transform of layout=[…] once.",
             reason="layout_twice",
@@ -523,7 +564,9 @@ def _parse_partition_expr(expression: Any, table_name: str) -> Mapping[str, str]
         return {}
     if isinstance(expression, str) and expression.strip():
         return {"": expression}
-    if isinstance(expression, Mapping) and all(str(column).strip() for column in expression.values()):
+    if isinstance(expression, Mapping) and all(
+        column is not None and str(column).strip() for column in expression.values()
+    ):
         return {str(dimension): str(column) for dimension, column in expression.items()}
     raise ConfigurationError(
         f"The partition column is declared as {expression!r}.",

@@ -279,3 +279,15 @@ def test_a_wrong_when_matched_is_refused(options: dict[str, Any], reason: str) -
         parse_table_spec(
             dg.AssetKey("t"), table_metadata(**options), default_namespace="lake", partitioned=False
         )
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_the_rows_of_a_preview_may_be_wrapped_as_metadata(lakehouse: Lakehouse, namespace: str) -> None:
+    metadata = table_metadata(require_checks=False) | {"branchlake/preview_rows": dg.MetadataValue.int(2)}
+
+    @dg.asset(key=(namespace, "t"), metadata=metadata)
+    def rows() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, rows) as p:
+        settled(p)

@@ -1,6 +1,7 @@
 from datetime import datetime
 
 import dagster as dg
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyiceberg.partitioning import PartitionSpec
@@ -14,6 +15,7 @@ from branchlake_dagster.tables.selection import select_partitions
 from branchlake_dagster.tables.spark_frames import keys_to_sort_by
 from branchlake_dagster.tables.specification import (
     LayoutField,
+    parse_preview_rows,
     parse_table_spec,
     require_parquet,
     table_metadata,
@@ -81,6 +83,17 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         ({"branchlake/require_checks": "no"}, False, "require_checks", ["'no'"]),
         (table_metadata(preview_rows=-1), False, "preview_rows", ["-1"]),
         ({"branchlake/preview_rows": "all"}, False, "preview_rows", ["'all'"]),
+        ({"branchlake/preview_rows": 2.7}, False, "preview_rows", ["2.7"]),
+        ({"branchlake/preview_rows": "3"}, False, "preview_rows", ["'3'"]),
+        ({"branchlake/preview_rows": True}, False, "preview_rows", ["True"]),
+        ({"branchlake/keys": "id"}, False, "keys", ["'id'"]),
+        ({"branchlake/keys": dg.MetadataValue.text("id")}, False, "keys", ["'id'"]),
+        ({"branchlake/keys": 3}, False, "keys", ["3"]),
+        ({"branchlake/layout": 3}, False, "layout", ["3"]),
+        (table_metadata(partition_by={"d": None}), True, "partition_expr", ["None"]),  # type: ignore[dict-item]
+        (table_metadata(layout=[""]), False, "layout_column", ["''"]),
+        (table_metadata(layout=["year( )"]), False, "layout_column", ["year( )"]),
+        (table_metadata(layout=["bucket(16, )"]), False, "layout_column", ["bucket(16, )"]),
         ({"branchlake/properties": ["x"]}, False, "properties", ["x"]),
         (
             table_metadata(properties={"write.parquet.compression-codec": "zstandard"}),
@@ -280,9 +293,29 @@ def test_spaces_around_a_column_of_the_layout_are_ignored(declaration: str) -> N
         ({"partition_by": ["day"]}, "not_a_mapping"),
         ({"partition_by": ["ab"]}, "not_a_mapping"),
         ({"keys": 3}, "not_a_list"),
+        ({"keys": b"id"}, "not_a_list"),
         ({"properties": ["x"]}, "not_a_mapping"),
     ],
 )
 def test_a_text_is_not_taken_for_a_list(options: dict[str, object], reason: str) -> None:
     with raising(ConfigurationError, reason=reason, subject=next(iter(options))):
         table_metadata(**options)
+
+
+def test_an_option_without_entries_is_not_declared() -> None:
+    assert table_metadata(keys=None, layout=None) == table_metadata()
+    assert table_metadata(keys=iter(()), layout=()) == table_metadata()
+
+
+def test_an_iterator_is_read_once() -> None:
+    lists = table_metadata(keys=["a", "b"], layout=["a", "day(at)"])
+    assert table_metadata(keys=iter("ab"), layout=map(str, ["a", "day(at)"])) == lists
+    assert spec({"branchlake/keys": np.array(["a", "b"])}).keys == ("a", "b")
+
+
+@pytest.mark.parametrize("rows", [2, np.int64(2), dg.MetadataValue.int(2)])
+def test_the_rows_of_a_preview_may_be_any_whole_number(rows: object) -> None:
+    metadata = {"branchlake/preview_rows": rows}
+    assert spec(metadata).write_mode == "replace_table"
+    assert parse_preview_rows(metadata, 5, "a.b") == 2
+    assert parse_preview_rows({}, 5, "a.b") == 5
