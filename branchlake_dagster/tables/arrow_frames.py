@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, time
 from decimal import Decimal
 from typing import Any
@@ -125,11 +125,11 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
     frame = read_stream(frame)
     if isinstance(frame, pl.DataFrame):
         arrow_table = _from_polars(frame, table_name)
-    elif isinstance(frame, pa.Table):
-        _require_valid_values(frame, table_name)
-        arrow_table = frame
     else:
-        arrow_table = _from_pandas(frame, table_schema, table_name)
+        is_arrow = isinstance(frame, pa.Table)
+        arrow_table = frame if is_arrow else _from_pandas(frame, table_schema, table_name)
+        _require_unicode_names(arrow_table.schema, table_name)
+        _require_valid_values(arrow_table, table_name)
     arrow_table = _restore_maps(arrow_table, table_schema)
     stored_table = cast_columns(
         arrow_table, stored_schema(arrow_table.schema, table_name=table_name), table_name=table_name
@@ -153,13 +153,59 @@ def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
         )
 
 
+def _require_unicode_names(fields: Iterable[pa.Field], table_name: str) -> None:
+    """Raise SchemaMismatch for the name of a column, or of a field in it, that is not UTF-8.
+
+    Arrow accepts such a name as bytes, and fails when the name is read.
+    """
+    for field in fields:
+        try:
+            field.name  # noqa: B018 - the attribute is decoded when it is read
+        except UnicodeDecodeError as error:
+            name = repr(error.object)
+            raise SchemaMismatch(
+                f"The name {name} of a column or field is not valid Unicode text.",
+                table=table_name,
+                hint="Rename the column or field in the asset.",
+                reason="name_not_unicode",
+                subject=name,
+            ) from error
+        if pa.types.is_nested(field.type):
+            children = (field.type.field(number) for number in range(field.type.num_fields))
+            _require_unicode_names(children, table_name)
+
+
+def _require_no_null_characters(frame: pl.DataFrame, table_name: str) -> None:
+    """Raise ColumnUnsupported for a null character in the name of a column or field. Polars panics at it."""
+    for column_name, column_type in frame.schema.items():
+        if "\0" in column_name or any("\0" in name for name in _iter_field_names(column_type)):
+            raise ColumnUnsupported(
+                f"The name of column {column_name!r}, or of a field in it, contains a null character.",
+                table=table_name,
+                hint="Rename the column or field in the asset.",
+                reason="null_in_name",
+                subject=column_name,
+            )
+
+
+def _iter_field_names(kind: Any) -> Iterator[str]:
+    """Yield the names of the struct fields in a Polars type, also those in lists and arrays."""
+    if isinstance(kind, pl.Struct):
+        for field in kind.fields:
+            yield field.name
+            yield from _iter_field_names(field.dtype)
+    elif isinstance(kind, pl.List | pl.Array):
+        yield from _iter_field_names(kind.inner)
+
+
 def _from_polars(frame: pl.DataFrame, table_name: str) -> pa.Table:
     """Convert a Polars frame.
 
-    Raise ColumnUnsupported for a type that Arrow lacks, such as Int128, and for a frame at which Polars
-    itself fails, such as one with a null character in a name.
+    Raise ColumnUnsupported for a type that Arrow lacks, such as Int128, for a null character in a name, and
+    for a frame at which Polars itself fails.
     """
     _require_no_objects(frame, table_name)
+    _require_no_null_characters(frame, table_name)
     try:
         return frame.to_arrow()
     except pl.exceptions.PanicException as error:
@@ -219,7 +265,7 @@ def _require_calendar_years(column: pa.ChunkedArray, column_name: str, table_nam
 
 
 def _iter_times(values: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
-    """Yield the dates and timestamps of a column, also those in structs and lists."""
+    """Yield the dates and timestamps of a column, also those in structs, lists and maps."""
     kind = values.type
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         yield values
@@ -228,6 +274,11 @@ def _iter_times(values: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
             yield from _iter_times(pc.struct_field(values, [number]))
     elif pa.types.is_list(kind):
         yield from _iter_times(pc.list_flatten(values))
+    elif pa.types.is_map(kind):
+        entries = pa.struct(
+            [pa.field("key", kind.key_type, nullable=False), pa.field("value", kind.item_type)]
+        )
+        yield from _iter_times(values.cast(pa.list_(entries)))
 
 
 def _require_valid_values(frame: pa.Table, table_name: str) -> None:
@@ -242,10 +293,25 @@ def _require_valid_values(frame: pa.Table, table_name: str) -> None:
             raise ColumnUnsupported(
                 f"Column {name} has invalid values ({str(error).splitlines()[0]}).",
                 table=table_name,
-                hint="Correct the values in the asset. Store bytes that are not UTF-8 text as binary.",
+                hint=" ".join(dict.fromkeys(("Correct the values in the asset.", *_iter_hints(column.type)))),
                 reason="invalid_values",
                 subject=name,
             ) from error
+
+
+def _iter_hints(kind: pa.DataType) -> Iterator[str]:
+    """Yield what to do about invalid values of a type, also of the types in it."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        yield "Store bytes that are not UTF-8 text as binary."
+    elif pa.types.is_time(kind):
+        yield "Times of day are from 00:00 until before 24:00."
+    elif pa.types.is_date64(kind):
+        yield "Cast date64 with times of day to date32 or timestamp."
+    elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        yield from _iter_hints(kind.value_type)
+    elif pa.types.is_nested(kind):
+        for number in range(kind.num_fields):
+            yield from _iter_hints(kind.field(number).type)
 
 
 def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> pa.ChunkedArray:

@@ -296,6 +296,9 @@ def test_types_that_have_no_place_are_refused_by_column(lakehouse: Lakehouse, na
 NOT_UTF8 = pa.Array.from_buffers(
     pa.string(), 3, [None, pa.py_buffer(np.array([0, 1, 3, 4], np.int32)), pa.py_buffer(b"a\xff\xfez")]
 )
+NESTED_BAD_NAME = pa.ListArray.from_arrays(
+    [0, 1], pa.StructArray.from_arrays([pa.array([1])], fields=[pa.field(b"\xff", pa.int64())])
+)
 YEAR_29350 = 10_000_000
 """In days since 1970."""
 
@@ -323,7 +326,33 @@ YEAR_29350 = 10_000_000
         ),
         (pa.table({"ok": ["a", "b", "c"], "c": NOT_UTF8}), ColumnUnsupported, "invalid_values", "c"),
         (pd.DataFrame({"\ud800": [1]}), SchemaMismatch, "name_not_unicode", "\ud800"),
-        (pl.DataFrame({"a\0b": [1]}), ColumnUnsupported, "polars_panic", None),
+        (
+            pd.DataFrame({"c": pd.Series(pd.arrays.ArrowExtensionArray(NOT_UTF8))}),
+            ColumnUnsupported,
+            "invalid_values",
+            "c",
+        ),
+        (
+            pa.table({"c": pa.array([[(YEAR_29350, 1)]], pa.map_(pa.date32(), pa.int32()))}),
+            ColumnUnsupported,
+            "year_out_of_range",
+            "c",
+        ),
+        (
+            pa.table({"c": pa.array([[(1, 2**60)]], pa.map_(pa.int32(), pa.timestamp("us")))}),
+            ColumnUnsupported,
+            "year_out_of_range",
+            "c",
+        ),
+        (pa.table({b"\xff": [1]}), SchemaMismatch, "name_not_unicode", repr(b"\xff")),
+        (
+            pa.table({"c": NESTED_BAD_NAME}),
+            SchemaMismatch,
+            "name_not_unicode",
+            repr(b"\xff"),
+        ),
+        (pl.DataFrame({"good": [1], "a\0b": [1]}), ColumnUnsupported, "null_in_name", "a\0b"),
+        (pl.DataFrame({"good": [1], "c": [[{"a\0b": 1}]]}), ColumnUnsupported, "null_in_name", "c"),
     ],
 )
 def test_values_and_names_that_no_reader_can_read_are_refused(
@@ -331,6 +360,29 @@ def test_values_and_names_that_no_reader_can_read_are_refused(
 ) -> None:
     with raising(kind, reason=reason, subject=subject):
         to_arrow(frame, None, table_name="shop.t")
+
+
+def test_the_hint_for_an_invalid_value_depends_on_its_type() -> None:
+    day = pa.array([86_400_000_000], pa.time64("us"))
+    time_of_day = pa.Array.from_buffers(pa.date64(), 1, [None, pa.py_buffer(np.array([1]))])
+    number = pa.array([10**6]).cast(pa.decimal128(19)).cast(pa.decimal128(38))
+    small_number = pa.Array.from_buffers(pa.decimal128(2), 1, number.buffers())
+    hints = []
+    for column in (NOT_UTF8, day, time_of_day, small_number):
+        with raising(ColumnUnsupported, reason="invalid_values", subject="c") as caught:
+            to_arrow(pa.table({"c": column}), None, table_name="shop.t")
+        hints.append(caught.value.hint)
+    assert len({*hints}) == len(hints)
+    assert ["binary" in hint for hint in hints] == [True, False, False, False]
+
+
+def test_maps_of_dates_and_times_are_stored() -> None:
+    maps = pa.array(
+        [[(dt.date.max, dt.datetime.min)], None, [], [(dt.date.min, None)]],
+        pa.map_(pa.date32(), pa.timestamp("us")),
+    )
+    stored = to_arrow(pa.table({"c": maps}), None, table_name="shop.t")
+    assert stored["c"].to_pylist() == maps.to_pylist()
 
 
 def test_the_first_and_the_last_day_are_stored() -> None:
