@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from importlib.metadata import distribution
+from importlib.metadata import Distribution, distribution, distributions
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,13 @@ def _find_package_name(folder_name: str) -> str:
             reason="package_name",
             subject=folder_name,
         )
+    if _is_distribution(name):
+        raise ConfigurationError(
+            f"A package {name} is installed already, so pip would replace it with the project.",
+            hint="Give the folder another name.",
+            reason="package_name",
+            subject=folder_name,
+        )
     if name in sys.stdlib_module_names or _is_installed_module(name):
         raise ConfigurationError(
             f"A package {name} would hide the module {name}, which Python or an installed package provides.",
@@ -114,6 +121,29 @@ def _find_package_name(folder_name: str) -> str:
             subject=folder_name,
         )
     return name
+
+
+def _is_distribution(name: str) -> bool:
+    """Return whether a distribution of this name is installed. Its modules may have other names.
+
+    Editable installs, such as earlier projects, do not count. Upper and lower case, '-' and '_' are the same.
+    """
+    canonical_name = _canonicalize(name)
+    return canonical_name == _canonicalize(DISTRIBUTION) or any(
+        _canonicalize(package.metadata["Name"] or "") == canonical_name and not _is_editable(package)
+        for package in distributions()
+    )
+
+
+def _canonicalize(name: str) -> str:
+    """Return the name of a distribution as PEP 503 normalizes it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_editable(package: Distribution) -> bool:
+    """Return whether the distribution is a clone that was installed with `pip install --editable`."""
+    direct_url = json.loads(package.read_text("direct_url.json") or "{}")
+    return bool(direct_url.get("dir_info", {}).get("editable", False))
 
 
 def _is_installed_module(name: str) -> bool:

@@ -277,7 +277,10 @@ def test_a_name_that_python_or_pip_refuses_is_refused(tmp_path: Path, name: str)
         create_project(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["test", "dagster", "polars", "branchlake-dagster"])
+@pytest.mark.parametrize(
+    "name",
+    ["test", "dagster", "polars", "branchlake-dagster", "Branchlake-Dagster", "PyYAML", "Dagster", "grpcio"],
+)
 def test_a_name_that_would_hide_another_module_is_refused(tmp_path: Path, name: str) -> None:
     with raising(ConfigurationError, reason="package_name", subject=name):
         create_project(tmp_path / name)
