@@ -469,12 +469,14 @@ class PublicationUndo:
     def _plan_content(self, history: _KeyHistory, plan: _Plan) -> UndoneTable | Dependency:
         """Plan the undo of a created or dropped table, or of a view, which is unchanged since.
 
-        Sets the earlier content in the plan. Returns a dependency if a file of that content is missing.
+        Sets the earlier content in the plan. The undo of a renaming removes and restores no rows. Returns a
+        dependency if a file of that content is missing.
         """
         key, before = history.key, history.before
         if before is None:
             plan.new_contents[key] = None
-            file_count, row_count = self._count_stored(key, plan.contents.get(key))
+            stored_content = None if history.is_renamed else plan.contents.get(key)
+            file_count, row_count = self._count_stored(key, stored_content)
             return UndoneTable(key.name, "dropped", removed_files=file_count, removed_rows=row_count)
         if isinstance(before, IcebergTable):
             error = find_missing_file(self._tables.open(key, before).table)
@@ -484,13 +486,13 @@ class PublicationUndo:
         current = plan.contents.get(key)
         content_id = current.content_id if current else before.content_id if history.is_renamed else None
         plan.new_contents[key] = replace(before, content_id=content_id)
-        file_count, row_count = self._count_stored(key, before)
+        file_count, row_count = self._count_stored(key, None if history.is_renamed else before)
         return UndoneTable(key.name, "restored", restored_files=file_count, restored_rows=row_count)
 
     def _count_stored(self, key: ContentKey, content: Content | None) -> tuple[int, int | None]:
         """Return the numbers of data files and rows of a whole table; no files and None if they are unknown.
 
-        Both are zero for a view. A damaged table must not prevent its undo.
+        Both are zero for a view, and without content. A damaged table must not prevent its undo.
         """
         if not isinstance(content, IcebergTable):
             return 0, 0

@@ -240,12 +240,25 @@ def test_a_created_table_goes_and_one_that_others_use_stays(bench: Workbench) ->
     assert bench.main("shared").properties.get("gc.enabled") == "false"
 
 
+def test_a_created_table_whose_metadata_was_removed_goes(bench: Workbench) -> None:
+    run = bench.run()
+    run.create("new")
+    run.append([("a", 1)], "new")
+    bench.published(run)
+    Path(bench.main("new").metadata_location.removeprefix("file://")).unlink()
+    (dropped,) = undo(bench, run).tables
+    assert (dropped.action, dropped.removed_files, dropped.removed_rows) == ("dropped", 0, None)
+    assert bench.lake.catalog().list_tables((bench.namespace,)) == []
+
+
 def test_a_dropped_table_comes_back(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     wrong = bench.run()
     wrong.catalog.drop_table((bench.namespace, "t"))
     bench.published(wrong)
-    assert undo(bench, wrong).tables[0].action == "restored"
+    (restored,) = undo(bench, wrong).tables
+    assert (restored.action, restored.restored_files, restored.restored_rows) == ("restored", 1, 1)
+    assert (restored.removed_files, restored.removed_rows) == (0, 0)
     assert bench.rows() == [("a", 1)]
     appended(bench, [("a", 2)])
     assert bench.rows() == [("a", 1), ("a", 2)]
@@ -271,7 +284,10 @@ def test_a_renamed_table_gets_its_name_back(bench: Workbench) -> None:
     wrong = bench.run()
     wrong.catalog.rename_table((bench.namespace, "t"), (bench.namespace, "u"))
     bench.published(wrong)
-    undo(bench, wrong)
+    tables = undo(bench, wrong).tables
+    assert [table.action for table in tables] == ["restored", "dropped"]
+    assert {(table.removed_rows, table.restored_rows) for table in tables} == {(0, 0)}
+    assert {(table.removed_files, table.restored_files) for table in tables} == {(0, 0)}
     assert [key[-1] for key in bench.lake.catalog().list_tables((bench.namespace,))] == ["t"]
     assert bench.rows() == [("a", 1)]
 
