@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ import sqlalchemy.exc
 from click.testing import CliRunner, Result
 from dagster import DagsterInvariantViolationError
 
-from branchlake_dagster.cli import backfill, main
+from branchlake_dagster.cli import backfill, main, reprocess
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import LakeNotRunning
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, INGEST_JOBS, Plan, plan_for
@@ -303,4 +305,21 @@ def test_backfill_commands_start_no_server(tmp_path: Path, monkeypatch: pytest.M
     )
     with pytest.raises(LakeNotRunning), backfill.open_location(None):
         pass
+    assert not settings.state_dir.exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"from_raw": True}])
+def test_reprocess_starts_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    settings = Settings(state_dir=tmp_path / "state")
+    tables = [IngestTable(key="shop/orders")]
+    ingest = Ingest(name="shop", topics=["orders"], tables=tables, keep_value=True)
+    monkeypatch.setattr(reprocess, "_find_ingestion", lambda *_: (SimpleNamespace(settings=settings), ingest))
+    command = reprocess.reprocess.callback
+    assert command is not None
+    interval = {"since": datetime(2026, 1, 1, tzinfo=UTC), "until": datetime(2026, 1, 2, tzinfo=UTC)}
+    arguments: dict[str, Any] = {"from_raw": False, "kinds": (), "table": None, **interval, **options}
+    with pytest.raises(LakeNotRunning):
+        command("shop", None, dry_run=False, as_json=False, **arguments)
     assert not settings.state_dir.exists()
