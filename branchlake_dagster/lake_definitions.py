@@ -441,14 +441,23 @@ def branchlake_definitions(
             hint="Name the argument: branchlake_definitions(definitions=…).",
             reason="definitions_as_settings",
         )
-    for argument, value, expected in (
-        ("settings", settings, Settings),
-        ("definitions", definitions, Definitions),
+    example = "Write branchlake_definitions(Settings(…), dg.Definitions(assets=[…]))."
+    for argument, value, expected, hint in (
+        ("settings", settings, Settings, example),
+        ("definitions", definitions, Definitions, example),
+        (
+            "lakehouse",
+            lakehouse,
+            LakehouseResource,
+            "Write branchlake_definitions(lakehouse=LakehouseResource(…)). Settings are the first argument.",
+        ),
     ):
         if value is not None and not isinstance(value, expected):
             raise ConfigurationError(
                 f"The argument {argument} of branchlake_definitions is a {type(value).__name__}.",
-                hint="Write branchlake_definitions(Settings(…), dg.Definitions(assets=[…])).",
+                hint="Call it, and pass the result, also for a function with @dg.definitions."
+                if callable(value)
+                else hint,
                 reason="argument_type",
                 subject=argument,
             )

@@ -332,7 +332,16 @@ def test_changes_are_consumed_by_the_partition_that_rows_belong_to(
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["- rolling"]
 
 
-@pytest.mark.parametrize(("argument", "value"), [("settings", {"state_dir": "x"}), ("definitions", [])])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("settings", {"state_dir": "x"}),
+        ("definitions", []),
+        ("definitions", dg.definitions(lambda: dg.Definitions())),
+        ("lakehouse", {}),
+        ("lakehouse", Settings()),
+    ],
+)
 def test_arguments_of_other_types_are_refused(argument: str, value: Any) -> None:
     with raising(ConfigurationError, reason="argument_type", subject=argument):
         branchlake_definitions(**{argument: value})
