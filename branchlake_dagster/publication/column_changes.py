@@ -90,10 +90,11 @@ def validate_column_change(
         )
     if change.new_name is not None:
         # Spark ignores the case of column names.
-        other_names = {name.lower() for name in column_names if name not in change.columns}
-        if not change.new_name or change.new_name.lower() in other_names:
+        other_names = {name.lower(): name for name in column_names if name not in change.columns}
+        existing_name = other_names.get(change.new_name.lower())
+        if not change.new_name or existing_name is not None:
             raise ColumnChangeRefused(
-                f"Another column is called {change.new_name}."
+                f"Another column is called {existing_name}."
                 if change.new_name
                 else "The new name of the column is empty.",
                 columns=change.columns,

@@ -39,6 +39,7 @@ from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
+from branchlake_dagster_tests.suite.raised import raising
 
 SCHEMA = Schema(
     NestedField(1, "id", LongType(), required=True),
@@ -92,9 +93,9 @@ def test_a_column_that_the_table_needs_is_refused(column: str, new_name: str | N
     assert caught.value.table == "shop.orders"
 
 
-@pytest.mark.parametrize("name", ["", "ID", "at"])
-def test_a_new_name_belongs_to_no_other_column(name: str) -> None:
-    with pytest.raises(ColumnChangeRefused):
+@pytest.mark.parametrize(("name", "existing"), [("", ""), ("ID", "id"), ("at", "at")])
+def test_a_new_name_belongs_to_no_other_column(name: str, existing: str) -> None:
+    with raising(ColumnChangeRefused, existing):
         validate_column_change(change("extra", new_name=name), metadata())
     validate_column_change(change("extra", new_name="Extra"), metadata())
 
