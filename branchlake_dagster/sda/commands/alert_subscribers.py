@@ -112,9 +112,17 @@ class SubscriberStore:
     def add_acknowledgement(self, acknowledgement: Acknowledgement) -> None:
         """Record an acknowledgement. It is on disk when this returns.
 
-        Raises ConfigurationError for an invalid name of its subscriber.
+        Its subscriber may have any name of printable characters, such as a login name of another system,
+        because no file has that name. Raises ConfigurationError for an empty or unprintable name.
         """
-        _require_name(acknowledgement.subscriber)
+        subscriber = acknowledgement.subscriber
+        if not subscriber.strip() or not subscriber.isprintable():
+            raise ConfigurationError(
+                f"{subscriber!r} cannot be the name of a subscriber.",
+                hint="Give a name of printable characters with --subscriber.",
+                reason="subscriber_name",
+                subject=subscriber,
+            )
         make_private_folder(self._folder)
         values = {
             **asdict(acknowledgement),
@@ -201,8 +209,8 @@ def _require_name(subscriber: str) -> None:
     if not _NAME.fullmatch(subscriber):
         raise ConfigurationError(
             f"{subscriber!r} cannot be the name of a subscriber.",
-            hint="Give another name with --subscriber: at most 64 letters, digits and _ . @ -, and a letter"
-            " or digit first.",
+            hint="Give a name with --subscriber (the default is your login name): at most 64 letters, digits"
+            " and _ . @ -, and a letter or digit first.",
             reason="subscriber_name",
             subject=subscriber,
         )

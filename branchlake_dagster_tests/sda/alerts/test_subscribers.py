@@ -369,6 +369,19 @@ def acknowledgement(sequence: int, subscriber: str = "a") -> Acknowledgement:
     return Acknowledgement(alert_id(1), sequence, subscriber, FIRST_TIME, 'said "ü"')
 
 
+@pytest.mark.parametrize("name", ["DOMAIN\\user", "müller", "first last"])
+def test_any_login_name_acknowledges(tmp_path: Path, name: str) -> None:
+    store = SubscriberStore(tmp_path)
+    store.add_acknowledgement(acknowledgement(0, name))
+    assert [one.subscriber for one in store.load_acknowledgements()] == [name]
+
+
+@pytest.mark.parametrize("name", ["", " ", "line\nbreak", "\ud800"])
+def test_a_name_that_cannot_be_printed_does_not_acknowledge(tmp_path: Path, name: str) -> None:
+    with raising(ConfigurationError, reason="subscriber_name", subject=name):
+        SubscriberStore(tmp_path).add_acknowledgement(acknowledgement(0, name))
+
+
 def test_a_line_that_a_dying_process_left_is_no_acknowledgement(tmp_path: Path) -> None:
     store = SubscriberStore(tmp_path)
     assert store.load_acknowledgements() == []
