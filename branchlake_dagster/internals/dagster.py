@@ -5,8 +5,8 @@ separate transactions. With it, the observations of ten thousand partitions took
 `CopiedByFields` copies a resource without validation. Dagster requests such copies for each run.
 
 Importing this module replaces Dagster's `enter_execution_context` by one that also records which steps run in
-this process, and calls the functions of `call_at_step_start` and `call_at_step_end`. Dagster keeps the
-context of a step in a context variable, which the threads that a step starts do not have.
+this process, and calls the functions of `call_at_step_start`, `call_at_step_end` and `call_at_step_release`.
+Dagster keeps the context of a step in a context variable, which the threads that a step starts do not have.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from dagster import (
     InputContext,
     OpExecutionContext,
     RepositoryDefinition,
+    ResourceDefinition,
 )
 from dagster._config.pythonic_config.resource import ConfigurableResourceFactory
 from dagster._core.asset_graph_view.asset_graph_view import AssetGraphView
@@ -118,13 +119,16 @@ __all__ = [
     "asset_graph_of",
     "build_engine_event",
     "call_at_step_end",
+    "call_at_step_release",
     "call_at_step_start",
     "fail_backfill",
     "find_context_of_run",
+    "find_job_resources",
     "find_repository",
     "get_running_context",
     "import_repository",
     "io_manager_key_of",
+    "is_step_running",
     "load_backfill",
     "load_closed_backfills",
     "load_failed_keys",
@@ -374,15 +378,17 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
             try:
                 yield context
             except Exception:  # not BaseException: an interrupted step makes no call
-                _call_end_actions(step_context.run_id)
+                _call_all(_end_actions, step_context.run_id)
                 raise
-            _call_end_actions(step_context.run_id)
+            _call_all(_end_actions, step_context.run_id)
         finally:
             _running_contexts.pop(id(running_context), None)
+            _call_all(_release_actions, step_context.run_id)
 
 
 _start_actions: list[Callable[[str], None]] = []
 _end_actions: list[Callable[[str], None]] = []
+_release_actions: list[Callable[[str], None]] = []
 
 
 def call_at_step_start(action: Callable[[str], None]) -> None:
@@ -398,14 +404,30 @@ def call_at_step_end(action: Callable[[str], None]) -> None:
 
     The outputs are stored then, but Dagster has not reported the step's success or failure yet: no executor
     has started a step that depends on it. A step that is interrupted or killed makes no call. An error that
-    the function raises fails the step.
+    the function raises fails the step, after the other functions were called.
     """
     _end_actions.append(action)
 
 
-def _call_end_actions(run_id: str) -> None:
-    for action in _end_actions:
-        action(run_id)
+def call_at_step_release(action: Callable[[str], None]) -> None:
+    """Register a function that releases what a step of a run has kept in its process.
+
+    It is called with the run's id, after the functions of `call_at_step_end`, and after an interrupted step
+    too. It should log its errors instead of raising them, because an error would replace an interrupt.
+    """
+    _release_actions.append(action)
+
+
+def _call_all(actions: Iterable[Callable[[str], None]], run_id: str) -> None:
+    """Call each action, even if another one raises. Raise the first error at the end."""
+    first_error: Exception | None = None
+    for action in actions:
+        try:
+            action(run_id)
+        except Exception as error:  # noqa: BLE001 - raised below
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
 
 
 execute_step.enter_execution_context = _record_execution_context  # type: ignore[attr-defined]
@@ -423,6 +445,28 @@ def find_context_of_run(run_id: str) -> Any:
         if context.op_execution_context.run_id == run_id
     ]
     return contexts[0] if len(contexts) == 1 else None
+
+
+def find_job_resources(step_context: Any) -> Iterator[Any]:
+    """Yield the resources that the job of a step declares, and those that they contain.
+
+    Values of `dg.EnvVar` are not resolved. Resources that are functions are left out.
+    """
+    pending_resources = [*step_context.job_def.resource_defs.values()]
+    while pending_resources:
+        resource = pending_resources.pop()
+        if isinstance(resource, ResourceDefinition):
+            declared_resource = getattr(resource.resource_fn, "__self__", None)
+            if isinstance(declared_resource, ConfigurableResourceFactory):
+                resource = declared_resource
+        if isinstance(resource, ConfigurableResourceFactory):
+            yield resource
+        pending_resources += getattr(resource, "nested_resources", {}).values()
+
+
+def is_step_running(run_id: str) -> bool:
+    """Return whether a step of the run executes in this process, in whatever thread."""
+    return any(context.op_execution_context.run_id == run_id for context in list(_running_contexts.values()))
 
 
 def add_loaded_input_metadata(context: InputContext, metadata: Mapping[str, Any]) -> None:

@@ -169,7 +169,22 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
 
         Raises pydantic's ValidationError if a value is invalid.
         """
-        values = self._field_values()
+        return self._build_settings(self._field_values())
+
+    def resolve_variables(self) -> Settings:
+        """Return the effective settings of a resource that Dagster has not set up: reads its `dg.EnvVar` too.
+
+        Raises pydantic's ValidationError if a value is invalid.
+        """
+        fields = self._field_values()
+        values = {
+            name: value.get_value() if hasattr(value, "get_value") else value
+            for name, value in fields.items()
+        }
+        return self._build_settings({name: value for name, value in values.items() if value is not None})
+
+    @staticmethod
+    def _build_settings(values: dict[str, Any]) -> Settings:
         for name in Settings.secret_names():
             if name in values:
                 values[name] = _vault.reveal(values[name])

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Set
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from dagster import AssetKey, DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
@@ -19,9 +20,12 @@ from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.internals.dagster import (
     call_at_step_end,
+    call_at_step_release,
     call_at_step_start,
     find_context_of_run,
+    find_job_resources,
     get_running_context,
+    is_step_running,
     report_engine_event,
 )
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -81,6 +85,43 @@ _resources: WeakValueDictionary[tuple[int, str, Settings], LakehouseResource] = 
 """The newest resource of each branch, by the same keys."""
 
 
+class _StepHolds:
+    """What resources that the code of a step builds leave to the end of the step.
+
+    These resources end before the step does, but the code may still hold their catalogs and frames. So the
+    run's branch stays recorded as used, and its heartbeat continues.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._branches: dict[tuple[int, str], set[RunBranch]] = {}
+        self._releases: dict[tuple[int, str], list[Callable[[], None]]] = {}
+
+    def hold_branch(self, run_id: str, branch: RunBranch) -> None:
+        with self._lock:
+            self._branches.setdefault((os.getpid(), run_id), set()).add(branch)
+
+    def release_later(self, run_id: str, release: Callable[[], None]) -> None:
+        """Call `release` when the step of the run in this process ends."""
+        with self._lock:
+            self._releases.setdefault((os.getpid(), run_id), []).append(release)
+
+    def end_step(self, run_id: str) -> None:
+        """Release everything that steps of the run have left. Errors are logged."""
+        key = (os.getpid(), run_id)
+        with self._lock:
+            self._branches.pop(key, None)
+            releases = self._releases.pop(key, [])
+        for release in releases:
+            try:
+                release()
+            except Exception as error:  # noqa: BLE001 - the others must be released too
+                _log.warning("A heartbeat of run %s could not be ended: %s", run_id, error)
+
+
+_step_holds = _StepHolds()
+
+
 class LakehouseResource(LakeConfig):
     """The lake, and inside a run the run's branch of it.
 
@@ -119,6 +160,8 @@ class LakehouseResource(LakeConfig):
     _reads: ReadSet | None = PrivateAttr(default=None)
     _pinned: str | None = PrivateAttr(default=None)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+    _step_run_id: str | None = PrivateAttr(default=None)
+    _has_ended: bool = PrivateAttr(default=False)
     _instance: str | None = PrivateAttr(default=None)
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
     _retries_parent: bool = PrivateAttr(default=False)
@@ -134,13 +177,16 @@ class LakehouseResource(LakeConfig):
         table.
 
         `load_asset_value` and `build_resources` create resources without a run. In the code of a step, these
-        resources use the branch of the step's run, so that they see what the run has written.
+        resources use the branch of the step's run, so that they see what the run has written. A resource of
+        another lake than the run's uses `main`.
         """
         run, instance = context.run, context.instance
         belongs_to_run = run is not None
         if run is None and (running_context := get_running_context()) is not None:
             step_context = running_context.op_execution_context
-            run, instance = step_context.run, step_context.instance
+            if self._is_lake_of_step(step_context.get_step_execution_context()):
+                run, instance = step_context.run, step_context.instance
+        self._has_ended, self._step_run_id = False, None
         if run is None or instance is None:
             return
         settings = self.lakehouse.settings
@@ -153,6 +199,8 @@ class LakehouseResource(LakeConfig):
         self._ended = lambda: (
             (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
         )
+        if not belongs_to_run:
+            self._step_run_id = run.run_id
         # Heartbeats start with the process. Otherwise a death before the first access would not be noticed.
         self._start_heartbeat(run_branch_name(run.run_id), run.run_id)
         if reference := find_check_reference(run.run_id, run.tags):
@@ -166,6 +214,8 @@ class LakehouseResource(LakeConfig):
             self._run_branch = _branches.setdefault(key, run_branch)
             if belongs_to_run:  # the others end before the run does
                 _resources[key] = self
+            else:
+                _step_holds.hold_branch(run.run_id, self._run_branch)
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
@@ -178,14 +228,40 @@ class LakehouseResource(LakeConfig):
         """Record the branch's head in the run's log: the publisher refuses a head that is not recorded.
 
         Also stop the heartbeat of the branch, if no other resource of this process uses the branch.
+
+        Both happen at the end of the step for a resource that the code of a step builds: with a catalog or a
+        frame of this resource, the code may still write.
         """
-        heartbeat, self._heartbeat = self._heartbeat, None
+        heartbeat, self._heartbeat, self._has_ended = self._heartbeat, None, True
+        step_run_id = self._step_run_id
+        if step_run_id is not None and is_step_running(step_run_id):
+            if heartbeat is not None:
+                _step_holds.release_later(step_run_id, partial(_heartbeats.release, heartbeat, self._ended))
+            return
         try:
             if self._run_branch is not None:
                 self._run_branch.record_head()
         finally:
             if heartbeat is not None:
                 _heartbeats.release(heartbeat, self._ended)
+
+    def _is_lake_of_step(self, step_context: Any) -> bool:
+        """Return whether this is the lake of the run of a running step.
+
+        The lake of the run's branch counts. Without a branch, the lakes of the run's resources in this
+        process count, or else the lakes that the job declares.
+        """
+        lake, run_id = self.lakehouse.settings.lake_id, step_context.run_id
+        run = step_context.instance.get_run_by_id(run_id)
+        if run is not None and is_opened_by(run.tags, run_id) and RunTag.LAKE in run.tags:
+            return bool(run.tags[RunTag.LAKE] == lake)
+        with _first_use:
+            lakes = {
+                settings.lake_id
+                for process, owner, settings in _resources
+                if process == os.getpid() and owner == run_id
+            }
+        return lake in (lakes or _find_declared_lakes(step_context))
 
     def _build_run_branch(
         self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None
@@ -332,7 +408,7 @@ class LakehouseResource(LakeConfig):
 
     def _start_heartbeat(self, branch: str, run_id: str) -> None:
         with _first_use:
-            if self._heartbeat is None:
+            if self._heartbeat is None and not self._has_ended:
                 settings = self.lakehouse.settings
                 heartbeat = build_heartbeat(
                     branch,
@@ -405,6 +481,17 @@ class LakehouseResource(LakeConfig):
         return {LakeProperty.INSTANCE: self._instance, LakeProperty.RUN_ID: self._run_branch.run_id}
 
 
+def _find_declared_lakes(step_context: Any) -> set[str]:
+    """Return the ids of the lakes that the job of a step declares as resources."""
+    lakes = set()
+    for resource in find_job_resources(step_context):
+        if isinstance(resource, LakeConfig):
+            # The variable of a `dg.EnvVar` may have an invalid value.
+            with contextlib.suppress(ValueError):
+                lakes.add(resource.resolve_variables().lake_id)
+    return lakes
+
+
 def record_branch_heads(run_id: str) -> None:
     """Record the heads of the branches that this run opened in this process; see `RunBranch.record_head`.
 
@@ -432,3 +519,4 @@ def undo_repeated_steps(run_id: str) -> None:
 
 call_at_step_start(undo_repeated_steps)
 call_at_step_end(record_branch_heads)
+call_at_step_release(_step_holds.end_step)

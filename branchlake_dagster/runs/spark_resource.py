@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +13,15 @@ from dagster_spark.utils import flatten_dict
 from pydantic import PrivateAttr
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster import CopiedByFields, call_at_step_end, get_running_context
+from branchlake_dagster.internals.dagster import CopiedByFields, call_at_step_release, get_running_context
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
 from branchlake_dagster.spark.session import find_application, is_connect
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import ReadsUnknown
+
+_log = logging.getLogger(__name__)
 
 
 class BranchSparkResource(CopiedByFields, PySparkResource):
@@ -196,12 +199,15 @@ class _SharedSessions:
             self._releases.setdefault(run_id, []).append(key)
 
     def end_step(self, run_id: str) -> None:
-        """Release the sessions that steps of the run have kept until now."""
+        """Release the sessions that steps of the run have kept until now. Errors are logged."""
         with self._lock:
             keys = self._releases.pop(run_id, [])
         for key in keys:
-            self.release(key)
+            try:
+                self.release(key)
+            except Exception as error:  # noqa: BLE001 - the others must be released too
+                _log.warning("A Spark session of run %s could not be closed: %s", run_id, error)
 
 
 _sessions = _SharedSessions()
-call_at_step_end(_sessions.end_step)
+call_at_step_release(_sessions.end_step)

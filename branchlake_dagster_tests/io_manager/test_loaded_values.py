@@ -1,12 +1,17 @@
 """Tests values that the code of a step loads by key, with `load_asset_value`, and inputs that no asset here writes."""
 
+import threading
+from pathlib import Path
+
 import dagster as dg
 import polars as pl
+import pytest
 
 from branchlake_dagster import LakehouseResource, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster_tests import harness
 from branchlake_dagster_tests.suite import memory
 
@@ -116,3 +121,100 @@ def test_the_partitions_of_an_external_input_need_a_column(lakehouse: Lakehouse)
     with harness.project(lakehouse, sales, report) as p:
         p.settle(p.run("report", partition="paris"))
         assert p.rows("lake", "report") == [{"shop": "paris"}]
+
+
+@pytest.mark.parametrize("writes_later", [True, False])
+@pytest.mark.parametrize("io_manager_key", ["io_manager", "memory"])
+def test_a_step_writes_after_it_has_loaded_a_value(
+    lakehouse: Lakehouse, io_manager_key: str, writes_later: bool
+) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(io_manager_key=io_manager_key, deps=[price])
+    def copy(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
+        def write() -> None:
+            catalog.load_table("lake.price").append(pl.DataFrame({"eur": [2]}).to_arrow())
+
+        resource = LakehouseResource.from_settings(lakehouse.settings)
+        with dg.build_resources({"lakehouse": resource}, instance=context.instance) as resources:
+            catalog = resources.lakehouse.catalog()
+            if not writes_later:
+                context.load_asset_value(dg.AssetKey("price"), python_type=pl.DataFrame)
+                write()
+        if writes_later:
+            write()
+        return dg.MaterializeResult()
+
+    with harness.project(lakehouse, price, copy, resources={"memory": dg.mem_io_manager}) as p:
+        p.settle(p.run("price"))
+        # A run whose writes are not recorded would be refused. This one writes to the table of another asset.
+        assert p.settle(p.run("copy")).state is RunState.BLOCKED
+
+
+def test_a_step_writes_by_its_own_catalog_after_it_has_loaded_a_value(lakehouse: Lakehouse) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(metadata=UNCHECKED, deps=[price])
+    def stock(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
+        catalog = lakehouse.catalog()
+        frame: pl.DataFrame = context.load_asset_value(dg.AssetKey("price"), python_type=pl.DataFrame)
+        catalog.create_table("lake.stock", frame.to_arrow().schema)
+        catalog.load_table("lake.stock").append(frame.to_arrow())
+        return dg.MaterializeResult()
+
+    with harness.project(lakehouse, price, stock) as p:
+        p.settle(p.run("price"))
+        assert p.settle(p.run("stock")).state is RunState.PUBLISHED
+        assert p.rows("lake", "stock") == [{"eur": 1}]
+
+
+def test_an_ended_resource_leaves_no_heartbeat(lakehouse: Lakehouse) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(metadata=SERIALIZABLE)
+    def total(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        resource = LakehouseResource.from_settings(lakehouse.settings)
+        with dg.build_resources({"lakehouse": resource}, instance=context.instance) as resources:
+            reads = resources.lakehouse.read_set
+        assert is_beating(context.run.run_id)
+        reads.report_scan(PlanReads(frozenset({("lake", "price")})))
+        return pl.DataFrame({"eur": [1]})
+
+    def is_beating(run_id: str) -> bool:
+        return any(thread.name == f"heartbeat-run-{run_id}" for thread in threading.enumerate())
+
+    with harness.project(lakehouse, price, total) as p:
+        p.settle(p.run("price"))
+        run_id = p.run("total")
+        assert not is_beating(run_id)
+
+
+@pytest.mark.parametrize("io_manager_key", ["io_manager", "memory"])
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_a_step_reads_another_lake_from_main(
+    lakehouse: Lakehouse, tmp_path: Path, io_manager_key: str, has_branch: bool
+) -> None:
+    references = []
+    other_lake = LakehouseResource.from_settings(
+        lakehouse.settings.model_copy(update={"warehouse": tmp_path.as_uri()})
+    )
+
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(io_manager_key=io_manager_key, deps=[price], metadata=UNCHECKED)
+    def copy(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        with dg.build_resources({"other": other_lake}, instance=context.instance) as resources:
+            references.append(resources.other.open_branch())
+        return pl.DataFrame({"n": [1]})
+
+    with harness.project(lakehouse, price, copy, resources={"memory": dg.mem_io_manager}) as p:
+        p.run(*([] if has_branch else ["copy"]))
+    assert references == ["main"]
