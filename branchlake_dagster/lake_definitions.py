@@ -31,7 +31,7 @@ from branchlake_dagster.cleanup.jobs import dead_writer_sensor, reap_job, reap_s
 from branchlake_dagster.errors import ConfigurationError, format_first_values
 from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.step_consumption import build_consumer
-from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of, with_executor
+from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of, returns_frame, with_executor
 from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.publication.publication_sensor import publication_sensor
 from branchlake_dagster.publication.run_publication import publish_at_end
@@ -109,7 +109,8 @@ def validate_definitions(
       `unpartitioned_checks` can turn these errors into a DefinitionsWarning, or allow such checks
     - user checks on tables of ingestions with a live run, because that run would not execute them
 
-    Metadata keys that look like arguments of `table_metadata` cause a DefinitionsWarning.
+    Metadata keys that look like arguments of `table_metadata` cause a DefinitionsWarning. So does a namespace
+    with the name of a table, if the assets are not annotated with a frame and so may have no tables.
     """
     graph = definitions.resolve_asset_graph()
     mistakes = [*_find_mistakes(graph, io_manager_key, default_namespace, require_checks)]
@@ -177,11 +178,16 @@ def _find_mistakes(
         for length in range(1, len(identifier)):
             if (table_owner := tables.get(identifier[:length])) is not None:
                 namespace = format_table_name(identifier[:length])
-                yield (
-                    key,
+                mistake = (
                     f"the namespace {namespace} of its table is the table of {table_owner.to_user_string()}."
-                    " Rename one of them.",
+                    " Rename one of them."
                 )
+                if returns_frame(graph, table_owner) and returns_frame(graph, key):
+                    yield key, mistake
+                else:
+                    # An asset that returns None or a MaterializeResult may have no table.
+                    message = f"{key.to_user_string()}: if both assets have tables, {mistake}"
+                    warnings.warn(message, DefinitionsWarning, stacklevel=4)
 
 
 def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:

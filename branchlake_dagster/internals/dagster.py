@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from dagster import (
@@ -142,6 +143,7 @@ __all__ = [
     "report_engine_event",
     "report_observations",
     "report_planned_again",
+    "returns_frame",
     "unselected_assets",
     "with_executor",
 ]
@@ -352,6 +354,22 @@ def loaded_inputs(graph: AssetGraph, key: AssetKey) -> set[AssetKey]:
         if source_key == resource_key:
             loaded_keys.add(input_key)
     return loaded_keys
+
+
+def returns_frame(graph: AssetGraph, key: AssetKey) -> bool:
+    """Return whether an asset's function is annotated to return a value of a certain type.
+
+    An asset that returns None, a MaterializeResult without type, or an unknown value may write no table.
+    """
+    assets = graph.get(key).assets_def
+    if not assets.is_executable:
+        return False
+    output = assets.node_def.output_dict.get(assets.get_output_name_for_asset_key(key))
+    return (
+        output is not None
+        and not output.dagster_type.is_nothing
+        and output.dagster_type.typing_type not in (Any, None, NoneType)
+    )
 
 
 def get_running_context() -> Any:

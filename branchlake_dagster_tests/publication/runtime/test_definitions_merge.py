@@ -286,6 +286,21 @@ def test_two_assets_of_one_table(settings: Settings) -> None:
         branchlake_definitions(settings, theirs)
 
 
+def test_a_namespace_that_is_an_asset_which_may_have_no_table(settings: Settings) -> None:
+    @dg.asset(key=["shop", "prices"])
+    def without_table() -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult()
+
+    @dg.asset(key=["shop", "costs"])
+    def unknown():  # type: ignore[no-untyped-def]
+        return None
+
+    nested = [asset(key=["shop", name, "daily"]) for name in ("prices", "costs")]
+    settings = settings.model_copy(update={"require_checks": False})
+    with pytest.warns(DefinitionsWarning):
+        branchlake_definitions(settings, dg.Definitions(assets=[without_table, unknown, *nested]))
+
+
 @pytest.mark.parametrize("key", [["shop", "prices", "daily"], ["shop", "prices", "daily", "eur"]], ids=str)
 def test_a_table_in_a_namespace_that_is_another_asset(settings: Settings, key: list[str]) -> None:
     settings = settings.model_copy(update={"require_checks": False, "default_namespace": "shop"})
