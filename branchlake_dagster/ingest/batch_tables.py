@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pyiceberg.exceptions import TableAlreadyExistsError
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, TableAlreadyExistsError
 from pyiceberg.table import Table
 from pyiceberg.types import DecimalType, DoubleType, IcebergType, LongType
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -20,7 +20,7 @@ from branchlake_dagster.ingest.spark_expressions import RecordColumn, columns_of
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.replay import IcebergTableFormat
-from branchlake_dagster.tables.errors import TableMissing
+from branchlake_dagster.tables.errors import TableMissing, name_in_use_error, no_namespace_error
 from branchlake_dagster.tables.partitioning import build_partition_spec
 from branchlake_dagster.tables.schemas import (
     build_iceberg_schema,
@@ -247,8 +247,13 @@ def _create_with_layout(
     )
     try:
         return catalog.create_table(identifier, schema, partition_spec=spec, properties=dict(properties))
-    except TableAlreadyExistsError:
-        return catalog.load_table(identifier)
+    except TableAlreadyExistsError as exists:
+        try:
+            return catalog.load_table(identifier)
+        except NoSuchTableError:
+            raise name_in_use_error(name) from exists
+    except NoSuchNamespaceError as error:  # missing namespaces are created
+        raise no_namespace_error(name) from error
 
 
 _ATTRIBUTE_TYPES: Mapping[str, pa.DataType] = {

@@ -15,7 +15,6 @@ from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame, SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental import inputs, outputs, spark_inputs
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.io_manager import earlier_attempts
@@ -23,7 +22,7 @@ from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import mark_merge_target
 from branchlake_dagster.tables import arrow_frames, partitioning, replaced_rows, spark_frames, upserts
-from branchlake_dagster.tables.errors import UnsupportedType
+from branchlake_dagster.tables.errors import UnsupportedType, name_in_use_error, no_namespace_error
 from branchlake_dagster.tables.schemas import (
     build_iceberg_schema,
     drop_untyped_columns,
@@ -277,10 +276,10 @@ class TableWriter:
             table = self._table_to_write(plan, frame.schema)
         except TableAlreadyExistsError as error:
             if self.existing_table(request.spec) is None:
-                raise _name_in_use_error(request.spec) from error
+                raise name_in_use_error(request.spec.name) from error
             return self.write(request, value, consumption)  # another step of this run created it first
         except NoSuchNamespaceError as error:  # missing namespaces are created
-            raise _no_namespace_error(request.spec) from error
+            raise no_namespace_error(request.spec.name) from error
         prepared = self._prepare(plan, table, frame, changed_keys)
         if prepared.is_empty:
             return prepared.table
@@ -427,24 +426,6 @@ class TableWriter:
             attempt=step.previous_attempt_count + 1,
             replaced=replaced,
         )
-
-
-def _name_in_use_error(spec: TableSpec) -> ConfigurationError:
-    return ConfigurationError(
-        "The table cannot be created, because its name is that of a namespace, view or function.",
-        table=spec.name,
-        hint="Change the key of the asset, or of the assets whose tables are in a namespace of this name.",
-        reason="name_in_use",
-    )
-
-
-def _no_namespace_error(spec: TableSpec) -> ConfigurationError:
-    return ConfigurationError(
-        "The table cannot be created, because its namespace has the name of a table, view or function.",
-        table=spec.name,
-        hint="Change the key of the asset, or of the asset that has this table.",
-        reason="no_namespace",
-    )
 
 
 def _describe_replaced(plan: WritePlan, schema: Schema) -> str | None:

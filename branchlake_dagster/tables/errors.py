@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal, Transient
 
 # ruff: noqa: N818 - outcomes, named as in lakehouse/errors.py
 
@@ -127,3 +127,25 @@ class LeaseHeld(BranchlakeError, Transient):
 
 class LeaseLost(BranchlakeError, Terminal):
     """Another run has taken over the exclusive lease. None of this run's changes will be published."""
+
+
+def name_in_use_error(table: str) -> ConfigurationError:
+    """Return the error for a table whose dotted name belongs to a namespace, view or function."""
+    return ConfigurationError(
+        "The table cannot be created, because its name is that of a namespace, view or function.",
+        table=table,
+        hint="Change the key of the asset, or of the assets whose tables are in a namespace of this name."
+        f" Drop an empty namespace in an asset with lakehouse.catalog().drop_namespace({table!r}).",
+        reason="name_in_use",
+    )
+
+
+def no_namespace_error(table: str) -> ConfigurationError:
+    """Return the error for a table whose namespace cannot be created, because its name is in use."""
+    return ConfigurationError(
+        "The table cannot be created, because its namespace, or a parent of the namespace, has the name of a"
+        " table, view or function.",
+        table=table,
+        hint="Change the key of the asset, or of the asset that has the table of this name.",
+        reason="no_namespace",
+    )

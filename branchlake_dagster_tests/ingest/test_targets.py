@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType, StructType
 
@@ -52,6 +53,25 @@ def test_a_table_of_another_format_than_parquet_is_refused_before_a_record_is_re
         with pytest.raises(ConfigurationError) as raised:
             prepare_targets(ingest, catalog, known, wanted, {})  # any catalog does
         assert raised.value.table == "shop.t"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(TableAlreadyExistsError, "name_in_use"), (NoSuchNamespaceError, "no_namespace")]
+)
+def test_a_table_whose_name_is_in_use_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], reason: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    declared = IngestTable(key=["shop", "t"], columns={"day": "string"})
+    ingest = expand_families(Ingest(name="shop", topics=["t"], tables=[declared]), {})
+    with catalogue(tmp_path) as catalog:
+        known = {"shop.t": catalog.create_table("shop.t", SCHEMA), "shop.dead": None}
+        monkeypatch.setattr(catalog, "record_prefixes", lambda _: None, raising=False)
+        monkeypatch.setattr(catalog, "create_table", refuse)
+        with raising(ConfigurationError, "shop.dead", table="shop.dead", reason=reason):
+            prepare_targets(ingest, catalog, known, {name: tuple(name.split(".")) for name in known}, {})
 
 
 def test_a_declared_table_of_another_format_is_refused_when_definitions_load() -> None:
