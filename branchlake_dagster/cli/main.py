@@ -142,7 +142,10 @@ def _canonicalize(name: str) -> str:
 
 def _is_editable(package: Distribution) -> bool:
     """Return whether the distribution is a clone that was installed with `pip install --editable`."""
-    direct_url = json.loads(package.read_text("direct_url.json") or "{}")
+    try:
+        direct_url = json.loads(package.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return False
     return bool(direct_url.get("dir_info", {}).get("editable", False))
 
 

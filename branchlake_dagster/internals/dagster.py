@@ -12,6 +12,7 @@ Dagster keeps the context of a step in a context variable, which the threads tha
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -381,7 +382,12 @@ def get_running_context() -> Any:
 
 
 _running_contexts: dict[int, Any] = {}
-"""The contexts of all steps that execute in this process, by the context's `id`."""
+"""The contexts of all steps that execute in this process, by the context's `id`.
+
+A process that was forked during steps has their contexts too.
+"""
+_step_processes: dict[int, int] = {}
+"""The id of the process of each of these steps, by the same keys."""
 
 
 @contextmanager
@@ -389,6 +395,7 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
     """Enter the execution context of a step as Dagster does, and record it until the step ends."""
     with enter_execution_context(step_context) as context:
         running_context = get_running_context()
+        _step_processes[id(running_context)] = os.getpid()
         _running_contexts[id(running_context)] = running_context
         try:
             for action in _start_actions:
@@ -401,6 +408,7 @@ def _record_execution_context(step_context: Any) -> Iterator[Any]:
             _call_all(_end_actions, step_context.run_id)
         finally:
             _running_contexts.pop(id(running_context), None)
+            _step_processes.pop(id(running_context), None)
             _call_all(_release_actions, step_context.run_id)
 
 
@@ -483,8 +491,14 @@ def find_job_resources(step_context: Any) -> Iterator[Any]:
 
 
 def is_step_running(run_id: str) -> bool:
-    """Return whether a step of the run executes in this process, in whatever thread."""
-    return any(context.op_execution_context.run_id == run_id for context in list(_running_contexts.values()))
+    """Return whether a step of the run executes in this process, in whatever thread.
+
+    False in a process that was forked by a step.
+    """
+    return any(
+        context.op_execution_context.run_id == run_id and _step_processes.get(number) == os.getpid()
+        for number, context in list(_running_contexts.items())
+    )
 
 
 def add_loaded_input_metadata(context: InputContext, metadata: Mapping[str, Any]) -> None:

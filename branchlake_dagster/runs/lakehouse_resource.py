@@ -42,7 +42,6 @@ from branchlake_dagster.runs.retries import (
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by
 from branchlake_dagster.runs.session_uses import BranchTimeline, load_timeline
-from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.tables.specification import find_table_name, parse_exclusive_name
@@ -79,9 +78,9 @@ class ExclusiveNames:
 _log = logging.getLogger(__name__)
 _heartbeats = SharedHeartbeats()
 _first_use = threading.Lock()
-_branches: WeakValueDictionary[tuple[int, str, Settings], RunBranch] = WeakValueDictionary()
-"""The branches by process, run and lake. All copies of a resource in one run share a branch."""
-_resources: WeakValueDictionary[tuple[int, str, Settings], LakehouseResource] = WeakValueDictionary()
+_branches: WeakValueDictionary[tuple[int, str, str], RunBranch] = WeakValueDictionary()
+"""The branches by process, run and lake id. All resources of a lake in one run share a branch."""
+_resources: WeakValueDictionary[tuple[int, str, str], LakehouseResource] = WeakValueDictionary()
 """The newest resource of each branch, by the same keys."""
 
 
@@ -184,13 +183,16 @@ class LakehouseResource(LakeConfig):
         belongs_to_run = run is not None
         if run is None and (running_context := get_running_context()) is not None:
             step_context = running_context.op_execution_context
-            if self._is_lake_of_step(step_context.get_step_execution_context()):
+            # A thread that outlives its step still has the step's context, and so has a forked process.
+            if is_step_running(step_context.run_id) and self._is_lake_of_step(
+                step_context.get_step_execution_context()
+            ):
                 run, instance = step_context.run, step_context.instance
         self._has_ended, self._step_run_id = False, None
         if run is None or instance is None:
             return
-        settings = self.lakehouse.settings
-        shared_branch = _branches.get((os.getpid(), run.run_id, settings))
+        key = (os.getpid(), run.run_id, self.lakehouse.settings.lake_id)
+        shared_branch = _branches.get(key)
         if shared_branch is None and instance.get_run_by_id(run.run_id) is None:
             return
         self._instance = load_instance_id(instance)
@@ -210,7 +212,6 @@ class LakehouseResource(LakeConfig):
             return
         with _first_use:
             run_branch = shared_branch or self._build_run_branch(run, instance, context.log)
-            key = (os.getpid(), run.run_id, settings)
             self._run_branch = _branches.setdefault(key, run_branch)
             if belongs_to_run:  # the others end before the run does
                 _resources[key] = self
@@ -232,12 +233,10 @@ class LakehouseResource(LakeConfig):
         Both happen at the end of the step for a resource that the code of a step builds: with a catalog or a
         frame of this resource, the code may still write.
         """
-        heartbeat, self._heartbeat, self._has_ended = self._heartbeat, None, True
-        step_run_id = self._step_run_id
-        if step_run_id is not None and is_step_running(step_run_id):
-            if heartbeat is not None:
-                _step_holds.release_later(step_run_id, partial(_heartbeats.release, heartbeat, self._ended))
+        self._has_ended = True
+        if self._step_run_id is not None:
             return
+        heartbeat, self._heartbeat = self._heartbeat, None
         try:
             if self._run_branch is not None:
                 self._run_branch.record_head()
@@ -248,8 +247,8 @@ class LakehouseResource(LakeConfig):
     def _is_lake_of_step(self, step_context: Any) -> bool:
         """Return whether this is the lake of the run of a running step.
 
-        The lake of the run's branch counts. Without a branch, the lakes of the run's resources in this
-        process count, or else the lakes that the job declares.
+        The lake of the run's branch counts. Without a branch, the lake of the run's resources in this process
+        counts, or else the lake that the job declares. If there are several, it is not known: returns False.
         """
         lake, run_id = self.lakehouse.settings.lake_id, step_context.run_id
         run = step_context.instance.get_run_by_id(run_id)
@@ -257,11 +256,11 @@ class LakehouseResource(LakeConfig):
             return bool(run.tags[RunTag.LAKE] == lake)
         with _first_use:
             lakes = {
-                settings.lake_id
-                for process, owner, settings in _resources
+                lake_id
+                for process, owner, lake_id in _resources
                 if process == os.getpid() and owner == run_id
             }
-        return lake in (lakes or _find_declared_lakes(step_context))
+        return {lake} == (lakes or _find_declared_lakes(step_context))
 
     def _build_run_branch(
         self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None
@@ -423,6 +422,9 @@ class LakehouseResource(LakeConfig):
                     _log.warning("Heartbeats for branch %s cannot be sent: %s", branch, error)
                     return
                 self._heartbeat = _heartbeats.acquire(store, heartbeat)
+                if self._step_run_id is not None:
+                    release = partial(_heartbeats.release, self._heartbeat, self._ended)
+                    _step_holds.release_later(self._step_run_id, release)
 
     def catalog(self) -> NessieCatalog:
         """Return PyIceberg's catalog at the reference of `open_branch()`.

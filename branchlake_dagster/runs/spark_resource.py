@@ -13,7 +13,12 @@ from dagster_spark.utils import flatten_dict
 from pydantic import PrivateAttr
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster import CopiedByFields, call_at_step_release, get_running_context
+from branchlake_dagster.internals.dagster import (
+    CopiedByFields,
+    call_at_step_release,
+    get_running_context,
+    is_step_running,
+)
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
@@ -60,18 +65,19 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Do nothing. The session and the branch are created at their first use."""
 
-    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+    def teardown_after_execution(self, context: InitResourceContext) -> None:
         """Release the session. The last user of a run's session ends it on the server.
 
-        Within the code of a step, the resource belongs to a call of `load_asset_value`. Dagster ends it
-        before the code gets the frame, so the session stays until the step ends.
+        Within the code of a step, a resource without a run belongs to a call of `load_asset_value`. Dagster
+        ends it before the code gets the frame, so the session stays until the step ends.
         """
         key, self._holds, self._spark_session = self._holds, None, None
         if key is None:
             return
-        running_context = get_running_context()
-        if running_context is not None:
-            _sessions.release_after_step(key, running_context.op_execution_context.run_id)
+        running_context = get_running_context() if context.run is None else None
+        run_id = None if running_context is None else running_context.op_execution_context.run_id
+        if run_id is not None and is_step_running(run_id):
+            _sessions.release_after_step(key, run_id)
         else:
             _sessions.release(key)
 

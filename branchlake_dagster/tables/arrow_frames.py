@@ -288,7 +288,9 @@ def _require_valid_values(frame: pa.Table, table_name: str) -> None:
     """
     for name, column in zip(frame.column_names, frame.columns, strict=True):
         try:
-            column.validate(full=True)
+            for chunk in column.chunks:
+                # Of a slice of nested values, Arrow would validate all values, not only those of the slice.
+                (pa.concat_arrays([chunk]) if pa.types.is_nested(chunk.type) else chunk).validate(full=True)
         except pa.ArrowInvalid as error:
             raise ColumnUnsupported(
                 f"Column {name} has invalid values ({str(error).splitlines()[0]}).",

@@ -218,3 +218,46 @@ def test_a_step_reads_another_lake_from_main(
     with harness.project(lakehouse, price, copy, resources={"memory": dg.mem_io_manager}) as p:
         p.run(*([] if has_branch else ["copy"]))
     assert references == ["main"]
+
+
+@pytest.mark.parametrize("own_lake", [True, False])
+def test_of_two_declared_lakes_a_step_without_a_branch_reads_main(
+    lakehouse: Lakehouse, tmp_path: Path, own_lake: bool
+) -> None:
+    references = []
+    own = LakehouseResource.from_settings(lakehouse.settings)
+    other = LakehouseResource.from_settings(
+        lakehouse.settings.model_copy(update={"warehouse": tmp_path.as_uri()})
+    )
+
+    @dg.asset(io_manager_key="memory")
+    def copy(context: dg.AssetExecutionContext) -> None:
+        with dg.build_resources(
+            {"built": own if own_lake else other}, instance=context.instance
+        ) as resources:
+            references.append(resources.built.open_branch())
+
+    with harness.project(lakehouse, copy, resources={"memory": dg.mem_io_manager, "other": other}) as p:
+        p.run()
+    assert references == ["main"]
+
+
+def test_a_resource_with_other_settings_removes_nothing_of_a_repeated_step(lakehouse: Lakehouse) -> None:
+    rows = pl.DataFrame({"n": [1]}).to_arrow()
+
+    @dg.asset(metadata=UNCHECKED, retry_policy=dg.RetryPolicy(max_retries=1))
+    def log(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
+        catalog = lakehouse.catalog()
+        catalog.create_namespace_if_not_exists("lake")
+        catalog.create_table_if_not_exists("lake.log", rows.schema).append(rows)
+        if not context.retry_number:
+            raise RuntimeError
+        settings = lakehouse.lakehouse.settings.model_copy(update={"preview_rows": 7})
+        built = LakehouseResource.from_settings(settings)
+        with dg.build_resources({"built": built}, instance=context.instance) as resources:
+            assert resources.built.open_branch() == f"run-{context.run.run_id}"
+        return dg.MaterializeResult()
+
+    with harness.project(lakehouse, log) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        assert p.rows("lake", "log") == [{"n": 1}]
