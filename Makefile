@@ -48,7 +48,7 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 test: setup  ## the tests that have to pass
 	$(BIN)/python -m pytest -m "not extended" -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests.xml
 
-test-extended: setup  ## long tests of what `make test` reaches in other ways; CI runs both
+test-extended: setup  ## the long tests that `make test` leaves out; CI runs both
 	$(BIN)/python -m pytest -m extended -n $(TEST_WORKERS) $(NO_RESTART) --junitxml=build/tests-extended.xml
 
 durations: $(VENV)/.ready  ## record how long the tests of the last `make test` and `make test-extended` took

@@ -1,6 +1,6 @@
-"""Tests marked `extended`, which `make test` leaves out to stay short. `make test-extended` runs them, and CI runs both.
+"""Long tests marked `extended`, which `make test` leaves out to stay short. `make test-extended` runs them, and CI runs both.
 
-The code that they reach is also reached by tests of `make test`. `extended.txt` lists them, as chosen by
+Tests of `make test` reach 99 % of the branches that all tests reach. `extended.txt` lists the others, as chosen by
 `python -m branchlake_dagster_tests.suite.extended REPORT COVERAGE…` from measured times and coverage. A new test
 belongs to `make test` until the list is made anew.
 """
