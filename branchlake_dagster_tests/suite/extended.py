@@ -1,6 +1,6 @@
 """Long tests marked `extended`, which `make test` leaves out to stay short. `make test-extended` runs them, and CI runs both.
 
-Tests of `make test` reach 99 % of the branches that all tests reach. `extended.txt` lists the others, as chosen by
+Tests of `make test` reach 98 % of the branches that all tests reach. `extended.txt` lists the others, as chosen by
 `python -m branchlake_dagster_tests.suite.extended REPORT COVERAGE…` from measured times and coverage. A new test
 belongs to `make test` until the list is made anew.
 """
@@ -21,7 +21,7 @@ import pytest
 from branchlake_dagster_tests.suite.durations import FOLDER, seconds_of, split
 
 MARKER = "extended"
-BUDGET_S = 2_600.0
+BUDGET_S = 2_400.0
 """The sum of the times of the tests of `make test`, in seconds: twelve minutes of four workers, less their starts."""
 _SHORT_S = 1.0
 """Shorter tests always belong to `make test`."""
