@@ -325,7 +325,8 @@ class SharedHeartbeats:
     """Shares one heartbeat per store and branch among all resources of this process that use the branch."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may end a resource.
+        self._lock = threading.RLock()
         self._threads: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
 
     def acquire(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:

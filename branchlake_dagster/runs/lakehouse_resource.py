@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dagster import AssetKey, DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
 from pyarrow import ArrowException
@@ -17,7 +17,7 @@ from pydantic import PrivateAttr
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
-from branchlake_dagster.errors import ReadOnlyReference
+from branchlake_dagster.errors import ConfigurationError, ReadOnlyReference
 from branchlake_dagster.internals.dagster import (
     call_at_step_end,
     call_at_step_release,
@@ -33,7 +33,7 @@ from branchlake_dagster.runs.branch_owner import find_check_reference, is_retry,
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
-from branchlake_dagster.runs.provenance import ReadSet, find_running_step
+from branchlake_dagster.runs.provenance import ReadSet, ReportedReads, find_running_step
 from branchlake_dagster.runs.retries import (
     inherit_parent_branch,
     load_finished_assets,
@@ -77,11 +77,14 @@ class ExclusiveNames:
 
 _log = logging.getLogger(__name__)
 _heartbeats = SharedHeartbeats()
-_first_use = threading.Lock()
+_first_use = threading.RLock()
+"""Guards the registries below. Reentrant: a finalizer may end a resource while its thread holds the lock."""
 _branches: WeakValueDictionary[tuple[int, str, str], RunBranch] = WeakValueDictionary()
 """The branches by process, run and lake id. All resources of a lake in one run share a branch."""
 _resources: WeakValueDictionary[tuple[int, str, str], LakehouseResource] = WeakValueDictionary()
 """The newest resource of each branch, by the same keys."""
+_reported_reads: WeakKeyDictionary[RunBranch, ReportedReads] = WeakKeyDictionary()
+"""The reads that are in the log of a branch's run. All resources of a lake in one run share them."""
 
 
 class _StepHolds:
@@ -92,7 +95,8 @@ class _StepHolds:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may end or use a resource.
+        self._lock = threading.RLock()
         self._branches: dict[tuple[int, str], set[RunBranch]] = {}
         self._releases: dict[tuple[int, str], list[Callable[[], None]]] = {}
 
@@ -159,6 +163,7 @@ class LakehouseResource(LakeConfig):
     _reads: ReadSet | None = PrivateAttr(default=None)
     _pinned: str | None = PrivateAttr(default=None)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+    _run_id: str | None = PrivateAttr(default=None)
     _step_run_id: str | None = PrivateAttr(default=None)
     _has_ended: bool = PrivateAttr(default=False)
     _instance: str | None = PrivateAttr(default=None)
@@ -188,13 +193,14 @@ class LakehouseResource(LakeConfig):
                 step_context.get_step_execution_context()
             ):
                 run, instance = step_context.run, step_context.instance
-        self._has_ended, self._step_run_id = False, None
+        self._has_ended, self._step_run_id, self._run_id = False, None, None
         if run is None or instance is None:
             return
         key = (os.getpid(), run.run_id, self.lakehouse.settings.lake_id)
         shared_branch = _branches.get(key)
         if shared_branch is None and instance.get_run_by_id(run.run_id) is None:
             return
+        self._run_id = run.run_id
         self._instance = load_instance_id(instance)
         self._load_finished = partial(load_finished_assets, instance)
         self._load_timeline = partial(load_timeline, instance)
@@ -217,7 +223,10 @@ class LakehouseResource(LakeConfig):
                 _resources[key] = self
             else:
                 _step_holds.hold_branch(run.run_id, self._run_branch)
-        self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
+            reported = _reported_reads.setdefault(self._run_branch, ReportedReads())
+        self._reads = ReadSet.from_run(
+            instance, run, lambda: self.lakehouse.nessie, self.open_branch, reported
+        )
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
             # Raised again by a step that needs a table of this lake.
@@ -339,8 +348,10 @@ class LakehouseResource(LakeConfig):
         """Open the run's branch, which is created if needed. Return the reference for reads and writes.
 
         The reference is the run's branch, or `main` outside a run. In a run that repeats checks for the
-        publisher, it is `name@hash`, which is read-only.
+        publisher, it is `name@hash`, which is read-only. Raises ConfigurationError if the resource belongs to
+        another run than the step that uses it, or to a run that has ended.
         """
+        self._require_own_run()
         if self._run_branch is None:
             return self._pinned or MAIN
         location = self._run_branch.open()
@@ -348,6 +359,30 @@ class LakehouseResource(LakeConfig):
             self._start_heartbeat(location.branch, self._run_branch.run_id)
             self._undo_earlier_attempts(self._run_branch, location)
         return location.branch
+
+    def _require_own_run(self) -> None:
+        """Raise ConfigurationError if the resource was kept beyond its run, for example in a module."""
+        if self._run_id is None:
+            return
+        context = get_running_context()
+        if context is not None and is_step_running(context.op_execution_context.run_id):
+            is_other_run = context.op_execution_context.run_id != self._run_id
+        else:
+            # A thread without a step. A query to Dagster's storage, only after the resource has ended.
+            is_other_run = (
+                self._has_ended
+                and not is_step_running(self._run_id)
+                and self._ended is not None
+                and self._ended()
+            )
+        if is_other_run:
+            raise ConfigurationError(
+                "This lake resource belongs to another run, whose branch it would read and write.",
+                run_id=self._run_id,
+                branch=self._pinned or run_branch_name(self._run_id),
+                hint="Do not keep a resource for longer than its step: request it in each asset, or call"
+                " build_resources again.",
+            )
 
     def _undo_earlier_attempts(self, branch: RunBranch, location: RunLocation) -> None:
         """Remove the rows that the code of earlier attempts of the running step wrote.

@@ -248,14 +248,30 @@ def mark_merge_target(identifier: Identifier) -> Iterator[None]:
         _merge_target.reset(token)
 
 
+class ReportedReads:
+    """The reads that a process has reported to the log of one run: pairs of step and table name.
+
+    The read sets of a run's resources share them. `lock` is held while a read is reported. It is reentrant,
+    because a finalizer that runs meanwhile may read a table.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.pairs: set[tuple[str | None, object]] = set()
+
+
 class ReadSet:
-    """Records the reads of one run in this process. Each table is reported once for each step."""
+    """Records the reads of one run in this process. Each table is reported once for each step.
+
+    `reported` has the reads that need no report; without it, the read set starts with none.
+    """
 
     def __init__(
         self,
         report: Callable[[str, Mapping[str, MetadataValue[Any]], str | None], None],
         client: Callable[[], NessieClient],
         ref: Callable[[], str],
+        reported: ReportedReads | None = None,
         *,
         step: Callable[[], RunningStep] | None = None,
     ) -> None:
@@ -263,8 +279,7 @@ class ReadSet:
         self._client = client
         self._ref = ref
         self.step = step or find_running_step
-        self._lock = threading.Lock()
-        self._reported: set[tuple[str | None, object]] = set()
+        self._reported = reported or ReportedReads()
 
     @classmethod
     def from_run(
@@ -273,6 +288,7 @@ class ReadSet:
         run: DagsterRun,
         client: Callable[[], NessieClient],
         ref: Callable[[], str],
+        reported: ReportedReads | None = None,
     ) -> ReadSet:
         """Return a read set that reports each read to the event log of `run`.
 
@@ -283,7 +299,7 @@ class ReadSet:
         def report(message: str, metadata: Mapping[str, MetadataValue[Any]], step: str | None) -> None:
             report_engine_event(instance, message, run, metadata, step_key=step)
 
-        return cls(report, client, ref)
+        return cls(report, client, ref, reported)
 
     def is_recording(self) -> bool:
         """Return whether reads in this thread are recorded.
@@ -309,9 +325,9 @@ class ReadSet:
         """
         step = self.step().key
         scanned_names = scan.tables | (scan.merge_targets - {_merge_target.get()})
-        with self._lock:
-            names = {name for name in scanned_names if (step, name) not in self._reported}
-            unnamed = {what for what in scan.unnamed_reads if (step, what) not in self._reported}
+        with self._reported.lock:
+            names = {name for name in scanned_names if (step, name) not in self._reported.pairs}
+            unnamed = {what for what in scan.unnamed_reads if (step, what) not in self._reported.pairs}
             if not names and not unnamed:
                 return
             tables = sorted(key.name for key in self._resolve_tables(names))
@@ -322,7 +338,7 @@ class ReadSet:
                 metadata[EventMetadata.UNNAMED_READS] = MetadataValue.text(json.dumps(sorted(unnamed)))
             what = ", ".join([*tables, *sorted(unnamed)])
             self._report(f"Read for a serializable asset: {what}", metadata, step)
-            self._reported |= {(step, name) for name in names} | {(step, what) for what in unnamed}
+            self._reported.pairs |= {(step, name) for name in names} | {(step, what) for what in unnamed}
 
     def _resolve_tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
         """Return the content keys of the tables that Spark's names refer to.

@@ -155,7 +155,8 @@ class _SharedSessions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may end a resource.
+        self._lock = threading.RLock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
         self._steps: dict[tuple[str, str], str] = {}
         self._applications: dict[tuple[str, str], str | None] = {}

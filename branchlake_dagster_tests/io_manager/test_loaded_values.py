@@ -1,7 +1,10 @@
 """Tests values that the code of a step loads by key, with `load_asset_value`, and inputs that no asset here writes."""
 
+import contextlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import polars as pl
@@ -10,8 +13,11 @@ import pytest
 from branchlake_dagster import LakehouseResource, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.lakehouse_resource import _step_holds
+from branchlake_dagster.runs.run_events import event_metadata
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.spark.plan_reads import PlanReads
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster_tests import harness
 from branchlake_dagster_tests.suite import memory
 
@@ -261,3 +267,123 @@ def test_a_resource_with_other_settings_removes_nothing_of_a_repeated_step(lakeh
     with harness.project(lakehouse, log) as p:
         assert p.settle(p.run()).state is RunState.PUBLISHED
         assert p.rows("lake", "log") == [{"n": 1}]
+
+
+def test_a_loader_that_is_kept_follows_the_run_that_uses_it(lakehouse: Lakehouse) -> None:
+    loaded, loaders, prices = [], [], iter([1, 2])
+
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [next(prices)]})
+
+    @dg.asset(metadata=UNCHECKED, deps=[price])
+    def copy(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        if not loaders:
+            loaders.append(p.definitions.get_asset_value_loader(context.instance))
+        frame = loaders[0].load_asset_value("price", python_type=pl.DataFrame)
+        assert isinstance(frame, pl.DataFrame)
+        loaded.append(frame["eur"].to_list())
+        return frame
+
+    with harness.project(lakehouse, price, copy) as p:
+        for _ in range(2):
+            p.run()
+        assert loaded == [[1], [2]]
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_resource_is_refused_to_the_step_of_another_run(lakehouse: Lakehouse, is_built: bool) -> None:
+    resources: list[LakehouseResource] = []
+
+    @dg.asset(metadata=UNCHECKED)
+    def price(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> pl.DataFrame:
+        if not resources and is_built:
+            built = dg.build_resources(
+                {"lake": LakehouseResource.from_settings(lakehouse.lakehouse.settings)},
+                instance=context.instance,
+            )
+            resources.append(stack.enter_context(built).lake)
+        elif not resources:
+            resources.append(lakehouse)
+        resources[0].catalog()
+        return pl.DataFrame({"eur": [1]})
+
+    with harness.project(lakehouse, price) as p, contextlib.ExitStack() as stack:
+        p.run()
+        stack.close()
+        with pytest.raises(ConfigurationError):
+            resources[0].open_branch()
+        p.run(ok=False)
+        p.failed_with(ConfigurationError)
+
+
+def test_a_resource_of_a_step_can_be_used_in_its_threads_after_it_has_ended(lakehouse: Lakehouse) -> None:
+    references = []
+
+    @dg.asset(metadata=UNCHECKED)
+    def price(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        resource = LakehouseResource.from_settings(lakehouse.settings)
+        with dg.build_resources({"lake": resource}, instance=context.instance) as resources:
+            pass
+        thread = threading.Thread(target=lambda: references.append(resources.lake.open_branch()))
+        thread.start()
+        thread.join()
+        return pl.DataFrame({"eur": [1]})
+
+    with harness.project(lakehouse, price) as p:
+        assert references == [f"run-{run_id}" for run_id in [p.run()]]
+
+
+class ReleasedLate:
+    """Leaves something to the end of the step when it is collected."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def __del__(self) -> None:
+        self._leave()
+
+
+def test_a_finalizer_may_use_the_holds_of_its_step(lakehouse: Lakehouse) -> None:
+    released: list[int] = []
+
+    @dg.asset(metadata=UNCHECKED)
+    def price(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        run_id = context.run.run_id
+        branch: Any = ReleasedLate(lambda: _step_holds.release_later(run_id, lambda: released.append(1)))
+        _step_holds.hold_branch(run_id, branch)
+        return pl.DataFrame({"eur": [1]})
+
+    with harness.project(lakehouse, price) as p:
+        thread = threading.Thread(target=p.run, daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+        assert released == [1]
+
+
+def test_a_repeated_load_reports_its_read_once(lakehouse: Lakehouse) -> None:
+    @dg.asset(metadata=UNCHECKED)
+    def price() -> pl.DataFrame:
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(metadata=SERIALIZABLE)
+    def total(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        for _ in range(3):
+            p.definitions.load_asset_value("price", python_type=pl.DataFrame, instance=context.instance)
+        return pl.DataFrame({"eur": [1]})
+
+    @dg.asset(metadata=SERIALIZABLE, deps=[total])
+    def later(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        p.definitions.load_asset_value("price", python_type=pl.DataFrame, instance=context.instance)
+        return pl.DataFrame({"eur": [1]})
+
+    with harness.project(lakehouse, price, total, later) as p:
+        p.settle(p.run("price"))
+        run_id = p.run("total", "later")
+        reads = [
+            entry.step_key
+            for entry in p.instance.all_logs(run_id)
+            if entry.dagster_event is not None
+            and EventMetadata.READ_TABLES in event_metadata(entry.dagster_event)
+        ]
+        assert reads == ["total", "later"]
