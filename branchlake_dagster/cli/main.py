@@ -6,6 +6,7 @@ project from the template in this package.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import keyword
 import os
 import re
 import shlex
+import signal
 import sys
 import sysconfig
 from importlib.metadata import Distribution, distribution, distributions
@@ -187,6 +189,9 @@ def format_requirement(direct_url: str | None, version: str) -> str:
 class _Commands(CommandGroup):
     """Turns expected errors into a message and exit code 1, and Ctrl-C into exit code 130.
 
+    If the reader of the output has ended (`branchlake sql … | head`), the command ends without a message,
+    with exit code 141 like a Unix tool.
+
     Expected errors are those of branchlake, of the operating system, of Dagster and its database, and
     invalid settings. A standard stream that the caller has closed is empty.
     """
@@ -202,6 +207,12 @@ class _Commands(CommandGroup):
         except KeyboardInterrupt:
             print_progress("Interrupted.")
             ctx.exit(130)
+        except (BrokenPipeError, SystemExit) as error:
+            # Rich ends the process with exit code 1 if its output is a closed pipe.
+            if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+                raise
+            _discard_output()
+            ctx.exit(128 + signal.SIGPIPE)
         except BranchlakeError as error:
             raise click.ClickException(str(error)) from error
         except ValidationError as error:
@@ -221,6 +232,14 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
+def _discard_output() -> None:
+    """Send what standard output still has in its buffer to the null device. Python flushes it at exit."""
+    with contextlib.suppress(OSError, ValueError):  # a replaced stream has no file descriptor
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
+        os.close(null_device)
+
+
 def _format_invalid_setting(error: ErrorDetails) -> str:
     """Format an error of pydantic: the variable, unless several settings contradict each other, and why."""
     reason = error["msg"].removeprefix("Value error, ")
@@ -231,10 +250,8 @@ def _format_invalid_setting(error: ErrorDetails) -> str:
 def _format_expected_error(error: Exception) -> str | None:
     """Return one line about an error of the operating system, of Dagster, or of its database.
 
-    Return None for other errors, and for a pipe whose reader has ended, which click handles.
+    Return None for other errors.
     """
-    if isinstance(error, BrokenPipeError):
-        return None
     if isinstance(error, OSError):
         if error.errno == errno.ENOSPC:
             return f"The disk is full: {error}. Free some space and run the command again."

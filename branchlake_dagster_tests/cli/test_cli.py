@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -12,19 +13,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import dagster as dg
+import duckdb
 import pytest
 import sqlalchemy.exc
 from click.testing import CliRunner, Result
 from dagster import DagsterInvariantViolationError
 
 from branchlake_dagster.cli import backfill, main, reprocess
+from branchlake_dagster.cli.main import _Commands
+from branchlake_dagster.cli.output import write_arrow, write_csv, write_table
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import LakeNotRunning
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.query.connection import QueryResult
+from branchlake_dagster.query.reference import LakeState
 from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, INGEST_JOBS, Plan, plan_for
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
@@ -234,12 +241,40 @@ def test_an_error_of_the_system_or_of_dagster_is_one_line(
         assert error.filename in line
 
 
-def test_a_reader_that_ends_before_the_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
+def write_rows(kind: str) -> None:
+    connection = duckdb.connect()
+    relation = connection.sql("SELECT 'bolt' AS item FROM range(20000)")
+    with QueryResult(relation, connection, LakeState("main", "main")) as result:
+        if kind == "table":
+            write_table(result, 0, None)
+        else:
+            (write_csv if kind == "csv" else write_arrow)(result, None)
 
-    monkeypatch.setattr(jars, "_require_free_space", fail)
-    assert call("fetch").output == ""
+
+@pytest.mark.parametrize("kind", ["table", "csv", "arrow", "echo"])
+def test_a_command_whose_reader_has_ended_ends_like_a_unix_tool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    @click.group(cls=_Commands, sources={})
+    def commands() -> None:
+        pass
+
+    @commands.command()
+    def show() -> None:
+        if kind == "echo":
+            click.echo("bolt")
+        else:
+            write_rows(kind)
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
+        with pytest.raises(SystemExit) as ended:
+            commands.main(["show"])
+        monkeypatch.undo()
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert "Error" not in capsys.readouterr().err
 
 
 # -- the demo's plan -----------------------------------------------------------------------------------
