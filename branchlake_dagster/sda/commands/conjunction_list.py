@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import polars as pl
+from pyiceberg.exceptions import NoSuchTableError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -72,6 +73,19 @@ class ConjunctionFilter:
         if self.within_km is not None:
             wanted.append(pl.any_horizontal(*(one <= self.within_km for one in misses)))
         return changes.filter(*(one for one in wanted if one is not None))
+
+
+def find_missing_list(reader: LakeReader, at: str | None) -> str | None:
+    """Return the label of the state at `at` if the table does not exist in it yet, else None.
+
+    `at` is a time or a commit hash; None means the present state.
+    """
+    state = reader.find_state(at=at)
+    try:
+        reader.table(TABLE, branch=state.ref)
+    except NoSuchTableError:
+        return state.label
+    return None
 
 
 def read_conjunctions(

@@ -87,12 +87,17 @@ def conjunctions(
     from branchlake_dagster.sda.commands.conjunction_list import (
         ConjunctionFilter,
         compare_conjunctions,
+        find_missing_list,
         print_conjunctions,
         read_conjunctions,
     )
 
     reader = connect(load_command_settings(None).settings)
     wanted = ConjunctionFilter(objects, since, until, within_km, kinds)
+    for moment in [at] if changes_since is None else [at, changes_since]:
+        if label := find_missing_list(reader, moment):
+            click.echo(f"No close approach was published yet. Read at {label}.", err=True)
+            return
     if cdm_folder is not None and originator is not None:
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
         return
