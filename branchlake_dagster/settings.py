@@ -102,6 +102,26 @@ def _is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+_BROKER = re.compile(r"(?:\w+://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:,\[\]]+)(?::[0-9]{1,5})?")
+"""A broker's address. librdkafka also accepts a security protocol before it, and has a default port."""
+
+
+def _require_url(value: str, schemes: Sequence[str]) -> None:
+    """Raise ValueError, without `value`, if it is not a URL with one of the schemes and a host."""
+    example = f"{schemes[0]}://host:port"
+    if value.partition("://")[0].lower() not in schemes or "://" not in value:
+        raise ValueError(f"the address has no scheme {' or '.join(schemes)}; write {example}")
+    if re.search(r"\s", value):
+        raise ValueError(f"the address contains a space; write {example}")
+    try:
+        url = urlparse(value)
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError:  # the port is not a number, or is too large
+        has_host = False
+    if not has_host:
+        raise ValueError(f"the address has no valid host and port; write {example}")
+
+
 class Settings(BaseSettings):
     """The settings of a lake. Names of durations end in their unit: `_s`, `_min`, `_h` or `_hours`.
 
@@ -149,7 +169,9 @@ class Settings(BaseSettings):
         "local[*]", description="Master of a classic session and of the embedded server."
     )
     spark_driver_memory: str = Field(
-        "3g", description="Heap of the embedded Spark server, or of a classic session."
+        "3g",
+        pattern=r"^\s*[1-9][0-9]*\s*[kKmMgGtT]?[bB]?\s*$",
+        description="Heap of the embedded Spark server, or of a classic session.",
     )
     spark_java_options: str | None = Field(
         None, description="More options for the JVM of the embedded Spark server, such as -XX:+UseParallelGC."
@@ -350,13 +372,43 @@ class Settings(BaseSettings):
         "kafka_certificate",
         "nessie_uri",
         "spark_remote",
+        "spark_master",
+        "spark_driver_memory",
+        "warehouse",
+        "s3_endpoint",
+        "s3_region",
+        "kafka_bootstrap",
         mode="before",
     )
     @classmethod
     def _refuse_empty_text(cls, value: object) -> object:
         # An empty path means the working directory, and an empty address names nothing. Nobody intends that.
         if value == "":
-            raise ValueError("the value is empty; unset it, or write a path or address")
+            raise ValueError("the value is empty; unset it, or write a path, address or name")
+        return value
+
+    @field_validator("nessie_uri", "spark_remote", "s3_endpoint")
+    @classmethod
+    def _require_address(cls, value: str | None, info: ValidationInfo) -> str | None:
+        # Without a scheme, the first request would fail with an error of the HTTP library.
+        if value is not None:
+            _require_url(value, ("sc",) if info.field_name == "spark_remote" else ("http", "https"))
+        return value
+
+    @field_validator("receivers")
+    @classmethod
+    def _require_monitor_addresses(cls, value: str | None) -> str | None:
+        for address in (value or "").split(","):
+            if address.strip():
+                _require_url(address.strip(), ("http", "https"))
+        return value
+
+    @field_validator("kafka_bootstrap")
+    @classmethod
+    def _require_brokers(cls, value: str | None) -> str | None:
+        for broker in [] if value is None else value.split(","):
+            if not _BROKER.fullmatch(broker.strip()):
+                raise ValueError(f"{broker.strip()!r} is not the address of a broker; write host:port")
         return value
 
     @field_validator("state_dir")
@@ -374,6 +426,8 @@ class Settings(BaseSettings):
     @classmethod
     def _require_scheme(cls, value: str | None) -> str | None:
         # Spark, PyIceberg and Nessie resolve a path without a scheme in different ways.
+        if value is not None and value != value.strip():
+            raise ValueError(f"{value!r} begins or ends with a space")
         if value is None or re.match(r"file:///|(?!file:)[a-z][a-z0-9+.-]*://[^/]", value):
             return value
         path = value.removeprefix("file:").lstrip("/")

@@ -200,3 +200,56 @@ def test_plans_for_a_remote_spark_hold_no_s3_keys() -> None:
     assert "hidden" in remote.file_io_properties().values()
     assert {"id", "hidden"}.isdisjoint(remote.worker_file_io_properties().values())
     assert remote.worker_file_io_properties()["s3.region"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("nessie_uri", "s3_endpoint")
+            for value in (
+                "",
+                "localhost:19120",
+                "sc://localhost:1",
+                "http://",
+                "http://:19120",
+                "http://nessie:99999",
+                "http://nessie:x",
+                "http://my nessie:19120",
+                " http://nessie:19120",
+                "http:/nessie",
+            )
+        ),
+        *(
+            ("spark_remote", value)
+            for value in ("", "spark:15002", "http://spark:15002", "sc://", "sc://a b")
+        ),
+        *(("warehouse", value) for value in ("", " ", "s3://lake/tables ", " s3://lake", "lake/tables")),
+        *(("kafka_bootstrap", value) for value in ("", " ", "kafka 9092", "a:1,,b:2", "kafka:x", "a:1/b")),
+        *(("receivers", value) for value in ("localhost:9464", "http://a:1,b:2")),
+        *(("spark_driver_memory", value) for value in ("", "-3g", "0g", "much")),
+        ("s3_region", ""),
+        ("spark_master", ""),
+    ],
+)
+def test_a_wrong_address_is_refused_at_once(name: str, value: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        Settings(**{name: value})
+    assert [error["loc"] for error in raised.value.errors()] == [(name,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("nessie_uri", "http://localhost:19120/api/v2"),
+        ("nessie_uri", "HTTPS://user:pass@[::1]/api/v2"),
+        ("spark_remote", "sc://spark:15002/;use_ssl=true;token=a"),
+        ("warehouse", "file:///srv/my lake"),
+        ("kafka_bootstrap", "kafka-1:9092, SASL_SSL://kafka_2:9093,[::1]:9092,kafka"),
+        ("receivers", "http://a:1, https://b:2,"),
+        ("spark_driver_memory", "3072m"),
+    ],
+)
+def test_a_right_address_is_accepted(name: str, value: str) -> None:
+    assert getattr(Settings(**{name: value}), name) == value
