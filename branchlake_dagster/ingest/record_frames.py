@@ -35,6 +35,7 @@ from branchlake_dagster.ingest.offsets import (
     topic_id,
 )
 from branchlake_dagster.ingest.spark_expressions import any_of
+from branchlake_dagster.ingest.worker_writer import NO_TIME_US
 from branchlake_dagster.receivers.landing import (
     LANDING_SCHEMA,
     Landing,
@@ -206,11 +207,15 @@ _FIRST_MS, _END_MS = -62_135_596_800_000, 253_402_300_800_000
 """The years 1 to 9999, which are all that Python and PyIceberg support."""
 
 
+def _valid_time_us(time_us: int) -> int | None:
+    return time_us if _FIRST_MS <= time_us // 1_000 < _END_MS and time_us != NO_TIME_US else None
+
+
 @dataclass(frozen=True)
 class RawRecord:
     """One record as its source returns it.
 
-    `timestamp_us` is in µs since 1970, or None outside of the years 1 to 9999.
+    `timestamp_us` is in µs since 1970. None if the record has no time, or one outside of the years 1 to 9999.
     """
 
     topic: str
@@ -316,7 +321,7 @@ class KafkaRecords:
                 partition.topic,
                 partition.partition,
                 offset,
-                timestamp_ms * 1_000 if _FIRST_MS <= timestamp_ms < _END_MS else None,
+                _valid_time_us(timestamp_ms * 1_000),
                 key,
                 value,
                 headers,
@@ -528,7 +533,6 @@ class LandingRecords:
                 time_us = row["timestamp"].cast("int64")[0].as_py() if has_time else None
                 kept_columns = [name for name in ("key", "value", "headers") if name in row.column_names]
                 (values,) = row.select(kept_columns).to_pylist()
-            is_valid_time = time_us is not None and _FIRST_MS <= time_us // 1_000 < _END_MS
             headers = [(header["key"], header["value"]) for header in values.get("headers") or ()]
             key, value = values.get("key"), values["value"]
             fetched.append(
@@ -536,7 +540,7 @@ class LandingRecords:
                     partition.topic,
                     partition.partition,
                     offset,
-                    time_us if is_valid_time else None,
+                    None if time_us is None else _valid_time_us(time_us),
                     key,
                     value,
                     headers,

@@ -142,22 +142,23 @@ def _write_columns(work: Work, number: int, columns: Mapping[str, pa.Array], cou
 
 _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
 """The years 1 to 9999, which are all that Python and PyIceberg's partitions support."""
+NO_TIME_US = -1_000
+"""The time of a Kafka record that has none, in µs since 1970: Kafka stores -1 ms."""
 
 
 def _without_invalid_times(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Replace times outside of the years 1 to 9999 by null: some producers send microseconds as milliseconds.
+    """Replace times outside of the years 1 to 9999 by null, and -1 ms, which means no time in Kafka.
 
-    In a table that is partitioned by days, one such time would fail every batch that reads it.
+    Some producers send microseconds as milliseconds. In a table that is partitioned by days, one such time
+    would fail every batch that reads it.
     """
     index = batch.schema.get_field_index("__timestamp")
     times = batch.column(index)
     numbers = times.cast(pa.int64())
-    bounds = pc.min_max(numbers)
-    if bounds["min"].as_py() is None or (
-        bounds["min"].as_py() >= _FIRST_US and bounds["max"].as_py() <= _LAST_US
-    ):
+    is_in_range = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
+    is_valid = pc.and_(is_in_range, pc.not_equal(numbers, NO_TIME_US))
+    if pc.all(is_valid, min_count=0).as_py():
         return batch
-    is_valid = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
     valid_times = pc.if_else(is_valid, times, pa.scalar(None, times.type))
     return batch.set_column(index, batch.schema.field(index), valid_times)
 

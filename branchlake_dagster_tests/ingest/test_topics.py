@@ -25,6 +25,7 @@ from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused, Kaf
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_errors
 from branchlake_dagster.ingest.offsets import Topic, TopicPartition
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.ingest.topic_source import LandingTopics
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.spark.session import translate_refusals
@@ -35,6 +36,17 @@ from branchlake_dagster_tests.suite.raised import raising
 
 ONE = TopicPartition("t", "i", 0)
 OTHER = TopicPartition("t", "i", 1)
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "expected"),
+    [(-1, None), (-2, -2_000), (0, 0), (10**15, None), (253_402_300_799_999, 253_402_300_799_999_000)],
+)
+def test_a_fetched_record_has_a_time_only_if_the_producer_set_one(time_ms: int, expected: int | None) -> None:
+    topics: Any = SimpleNamespace(fetch_record=lambda *_: (time_ms, None, b"v", []))
+    cluster: Any = None
+    (record,) = KafkaRecords(cluster, topics).fetch([(ONE, 0)])
+    assert record.timestamp_us == expected
 
 
 def test_topics_without_an_id_are_refused() -> None:

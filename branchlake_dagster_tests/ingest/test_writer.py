@@ -22,7 +22,7 @@ from branchlake_dagster.ingest import scan as unpublished_files
 from branchlake_dagster.ingest import worker_writer as writer
 from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA
 from branchlake_dagster.ingest.scan import FailedScans
-from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, build_writer
+from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, _without_invalid_times, build_writer
 from branchlake_dagster_tests.history.snapshot_tables import catalogue
 
 _REASON = pa.struct([("kind", pa.string()), ("detail", pa.string())])
@@ -204,6 +204,17 @@ def test_a_time_that_python_has_not_got_breaks_nothing(catalog: InMemoryCatalog)
     far = 400_000 * 365 * 86_400 * 1_000_000 // 2
     rows, told, _ = _written(_work(catalog), [[_record(0, "first", far)]])
     assert len(rows[0]) == 1
+    assert told["latest"] == {}
+
+
+def test_a_record_without_a_time_has_none_in_a_table(catalog: InMemoryCatalog) -> None:
+    batch = pa.RecordBatch.from_pylist(
+        [_record(0, "first", -1_000), _record(1, "first", 0), {**_record(2, "first"), "__timestamp": None}],
+        schema=_RECORDS,
+    )
+    times = _without_invalid_times(batch).column("__timestamp").cast(pa.int64())
+    assert times.to_pylist() == [None, 1_000, None]
+    _, told, _ = _written(_work(catalog), [[_record(0, "first", -1_000)]])
     assert told["latest"] == {}
 
 
