@@ -29,6 +29,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, DiffEntry, IcebergTable, LogEntry, Reference
 from branchlake_dagster.publication.checked_tables import CheckedTables
+from branchlake_dagster.publication.late_attempts import find_late_attempts
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.verdict import (
@@ -584,9 +585,17 @@ def _add_table_changes(
     changes: Sequence[DiffEntry],
     read_metadata: ReadMetadata,
 ) -> RunEvidence:
-    """Add to the evidence which commits changed the tables of checks. `changes` are those of the branch."""
+    """Add to the evidence which commits changed the tables of checks, and which came late.
+
+    `changes` are those of the branch.
+    """
     base_contents = {entry.key: entry.from_content for entry in changes}
     tables = CheckedTables(evidence, commits, base_contents, read_metadata)
     return replace(
-        evidence, code_writers=tables.find_code_writers(), later_changes=tables.find_later_changes()
+        evidence,
+        code_writers=tables.find_code_writers(),
+        later_changes=tables.find_later_changes(),
+        late_attempts=find_late_attempts(
+            evidence, {entry.key: entry.to_content for entry in changes}, read_metadata
+        ),
     )

@@ -133,6 +133,8 @@ class RunEvidence:
     """The message of a commit that changed a check's table after the check had started, by check."""
     repeated_steps: Mapping[StepOfRun, int] = field(default_factory=dict)
     """How often each repeated step was repeated in its run."""
+    late_attempts: Mapping[str, str] = field(default_factory=dict)
+    """The step whose earlier attempt committed after a later one had begun, by the table's dotted name."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns that differ between base and branch, by frozen table; without unchanged tables."""
 
@@ -300,6 +302,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     - A check ran before the data that it checks was written, or while the code of another step could still
       change its table, or its table changed on the branch after it.
     - A step was repeated in its run, and its last attempt did not materialize again what an earlier one had.
+    - A table holds rows of an earlier attempt of a step, which were committed after a later one had begun.
     - A check of a written asset was left out, completely or for a written partition.
     - A written asset requires checks and has none.
     - With `strict_tables`: a changed table, view or function belongs to no materialized asset, so no check
@@ -315,6 +318,7 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
         *_iter_failed(evidence),
         *_iter_stale(evidence),
         *_iter_abandoned(evidence),
+        *_iter_late_attempts(evidence),
         *_iter_omitted(evidence),
     ]
     reasons += _iter_unknown_reads(evidence)
@@ -430,6 +434,15 @@ def _iter_abandoned(evidence: RunEvidence) -> Iterator[CodedReason]:
                 " again by its last attempt",
                 "attempt_abandoned",
             )
+
+
+def _iter_late_attempts(evidence: RunEvidence) -> Iterator[CodedReason]:
+    for table, step in sorted(evidence.late_attempts.items()):
+        yield CodedReason(
+            f"{table} has rows of an earlier attempt of step {step}, which were committed after its last"
+            " attempt had begun",
+            "attempt_late",
+        )
 
 
 def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:

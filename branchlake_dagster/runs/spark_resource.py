@@ -133,7 +133,7 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         step = find_running_step(None if run_branch is None else run_branch.run_id)
         if self._holds is not None:
             if step.key is not None:
-                _sessions.name_step(self._holds, step.key)
+                _sessions.name_step(self._holds, step.key, step.attempt)
             application = _sessions.find_application(self._holds) if run_branch is not None else None
             if run_branch is not None and application is not None:
                 run_branch.record_application(application, step.key, step.attempt)
@@ -158,7 +158,7 @@ class _SharedSessions:
         # Reentrant: a finalizer that runs while this thread holds the lock may end a resource.
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
-        self._steps: dict[tuple[str, str], str] = {}
+        self._steps: dict[tuple[str, str], tuple[str, int]] = {}
         self._applications: dict[tuple[str, str], str | None] = {}
         self._releases: dict[str, list[tuple[str, str]]] = {}
 
@@ -168,16 +168,19 @@ class _SharedSessions:
             self._open[key] = (session, users + 1)
             return session
 
-    def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Let the snapshots that user code adds in the session of `key` record `step` in their summaries.
+    def name_step(self, key: tuple[str, str], step: str, attempt: int) -> None:
+        """Let the snapshots that user code adds in the session of `key` record the step in their summaries.
 
-        `step` is the key of the running step. If the session is not open, nothing happens.
+        `step` is the key of the running step, `attempt` its attempt, from 1. If the session is not open,
+        nothing happens.
         """
+        entries = {LakeProperty.CODE_OF_STEP: step, LakeProperty.ATTEMPT: str(attempt)}
         with self._lock:
-            if self._steps.get(key) != step and key in self._open:
+            if self._steps.get(key) != (step, attempt) and key in self._open:
                 session, _ = self._open[key]
-                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
-                self._steps[key] = step
+                for name, value in entries.items():
+                    session.conf.set(f"spark.sql.iceberg.snapshot-property.{name}", value)
+                self._steps[key] = (step, attempt)
 
     def find_application(self, key: tuple[str, str]) -> str | None:
         """Return the id of the Spark application in which the session of `key` runs; None if it is unknown.
