@@ -28,7 +28,7 @@ from branchlake_dagster.tables.errors import (
     SchemaMismatch,
     UpsertKeyInvalid,
 )
-from branchlake_dagster.tables.schemas import is_list_type, stored_schema
+from branchlake_dagster.tables.schemas import is_list_type, require_readable_depth, stored_schema
 from branchlake_dagster.tables.selection import Selection, Values, count_rows_outside, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.wording import format_names, pluralize
@@ -128,6 +128,7 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
     else:
         is_arrow = isinstance(frame, pa.Table)
         arrow_table = frame if is_arrow else _from_pandas(frame, table_schema, table_name)
+        require_readable_depth(arrow_table.schema, table_name=table_name)
         _require_unicode_names(arrow_table.schema, table_name)
         _require_valid_values(arrow_table, table_name)
     arrow_table = _restore_maps(arrow_table, table_schema)

@@ -23,6 +23,9 @@ from branchlake_dagster.wording import format_names
 ColumnPath = tuple[str, ...]
 _MAX_DIGITS = 38
 _FORMAT_VERSION = 2
+_MAX_DEPTH = 49
+"""The most lists, maps and structs in each other. Arrow reads no Parquet schema with more than 100 levels, of
+which a list or a map has two, and PyIceberg's recursion over structs fails before 98 of them."""
 
 
 def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
@@ -33,7 +36,7 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
     without values and without type keeps the type null.
 
     Raises SchemaMismatch if the frame has no columns, or if a name is empty or occurs twice, and
-    ColumnUnsupported for a type that the lake cannot store.
+    ColumnUnsupported for a type that the lake cannot store, or that is nested too deeply.
     """
     if not schema.names:
         raise SchemaMismatch(
@@ -47,11 +50,43 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
             table=table_name,
             hint="Rename or drop all but one of them in the asset.",
         )
+    require_readable_depth(schema, table_name=table_name)
     stored = pa.schema(
         [pa.field(field.name, stored_type(field.type, field.name, table_name)) for field in schema]
     )
     _require_usable_paths(stored, table_name)
     return stored
+
+
+def require_readable_depth(schema: pa.Schema, *, table_name: str) -> None:
+    """Raise ColumnUnsupported for a column that Arrow could write to a Parquet file, but not read again."""
+    for field in schema:
+        if _find_depth(field.type) > _MAX_DEPTH:
+            raise ColumnUnsupported(
+                f"Column {field.name} has more than {_MAX_DEPTH} lists, maps or structs in each other."
+                " Its files could not be read.",
+                table=table_name,
+                hint="Store the inner parts as JSON text, or as rows of another table.",
+                reason="nested_too_deeply",
+                subject=field.name,
+            )
+
+
+def _find_depth(kind: pa.DataType) -> int:
+    """Count the lists, maps and structs in each other, without recursion: types can have any depth."""
+    deepest, pending_types = 0, [(kind, 0)]
+    while pending_types:
+        part, depth = pending_types.pop()
+        deepest = max(deepest, depth)
+        if pa.types.is_dictionary(part) or pa.types.is_run_end_encoded(part):
+            pending_types.append((part.value_type, depth))
+        elif is_list_type(part):
+            pending_types.append((part.value_type, depth + 1))
+        elif pa.types.is_map(part):
+            pending_types += [(part.key_type, depth + 1), (part.item_type, depth + 1)]
+        elif pa.types.is_struct(part):
+            pending_types += [(field.type, depth + 1) for field in part]
+    return deepest
 
 
 def _require_usable_paths(schema: pa.Schema, table_name: str) -> None:

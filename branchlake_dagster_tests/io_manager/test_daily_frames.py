@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +360,46 @@ def test_values_and_names_that_no_reader_can_read_are_refused(
 ) -> None:
     with raising(kind, reason=reason, subject=subject):
         to_arrow(frame, None, table_name="shop.t")
+
+
+Wrap = Callable[[Any, pa.DataType], tuple[Any, pa.DataType]]
+
+
+def nested(wrap: Wrap, depth: int) -> tuple[Any, pa.DataType]:
+    """A value of the given depth, and its type."""
+    value, kind = 1, pa.int64()
+    for _ in range(depth):
+        value, kind = wrap(value, kind)
+    return value, kind
+
+
+@pytest.mark.parametrize(
+    ("wrap", "most"),
+    [
+        (lambda value, kind: ([value], pa.list_(kind)), 49),
+        (lambda value, kind: ([("a", value)], pa.map_(pa.string(), kind)), 49),
+        (lambda value, kind: ({"a": value}, pa.struct([("a", kind)])), 49),
+    ],
+    ids=["list", "map", "struct"],
+)
+def test_a_column_is_nested_as_deeply_as_it_can_be_read(
+    lakehouse: Lakehouse, namespace: str, wrap: Wrap, most: int
+) -> None:
+    value, kind = nested(wrap, most)
+    rows = pa.table({"k": [1], "deep": pa.array([value], kind)})
+    assert len(written(lakehouse, namespace, [rows])[1]) == 1
+    for depth in (most + 1, 300):
+        too_deep = pa.schema([("deep", nested(wrap, depth)[1])]).empty_table()
+        with raising(ColumnUnsupported, reason="nested_too_deeply", subject="deep"):
+            to_arrow(too_deep, None, table_name="t")
+
+
+def test_a_polars_column_of_many_lists_is_refused() -> None:
+    kind: Any = pl.Int64
+    for _ in range(300):
+        kind = pl.List(kind)
+    with raising(ColumnUnsupported, "deep"):
+        to_arrow(pl.DataFrame(schema={"deep": kind}), None, table_name="t")
 
 
 def test_the_hint_for_an_invalid_value_depends_on_its_type() -> None:
