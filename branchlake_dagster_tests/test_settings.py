@@ -1,6 +1,7 @@
 from datetime import timedelta
 from typing import Any
 
+import dagster as dg
 import pytest
 from pydantic import ValidationError
 
@@ -253,3 +254,31 @@ def test_a_wrong_address_is_refused_at_once(name: str, value: str) -> None:
 )
 def test_a_right_address_is_accepted(name: str, value: str) -> None:
     assert getattr(Settings(**{name: value}), name) == value
+
+
+def test_a_field_of_a_resource_may_be_a_variable_whatever_its_values_look_like(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lake = LakehouseResource(
+        nessie_uri=dg.EnvVar("LAKE_NESSIE"),
+        warehouse=dg.EnvVar("LAKE_WAREHOUSE"),
+        preview_rows=dg.EnvVar.int("LAKE_ROWS"),
+    )
+
+    monkeypatch.setenv("LAKE_NESSIE", "https://nessie.example.org/api/v2")
+    monkeypatch.setenv("LAKE_WAREHOUSE", "s3://lake/tables")
+    monkeypatch.setenv("LAKE_ROWS", "7")
+    settings = lake.resolve_variables()
+    assert (settings.nessie_uri, settings.warehouse, settings.preview_rows) == (
+        "https://nessie.example.org/api/v2",
+        "s3://lake/tables",
+        7,
+    )
+
+
+def test_a_value_of_a_variable_is_validated_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = LakehouseResource(warehouse=dg.EnvVar("LAKE_WAREHOUSE"))
+
+    monkeypatch.setenv("LAKE_WAREHOUSE", "relative/folder")
+    with pytest.raises(ValidationError):
+        lake.resolve_variables()

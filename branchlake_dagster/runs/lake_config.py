@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dagster import ConfigurableResource, EnvVar
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.settings import VARIABLE_PREFIX, Settings, require_known_fields
@@ -153,12 +153,15 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
             return value
         return _vault.hide(value.get_secret_value() if hasattr(value, "get_secret_value") else str(value))
 
-    @model_validator(mode="after")
-    def _validate_settings(self) -> Self:
-        # An EnvVar has a value only in the run's process. EnvVar and IntEnvVar are subclasses of str and int.
-        if all(type(value) in (str, int, float, bool) for value in self._field_values().values()):
-            self.effective()
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate_settings(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        config = build(values)
+        # A variable has a value only in the run's process. `build` makes a plain text of its name.
+        given = values.values() if isinstance(values, Mapping) else ()
+        if not any(hasattr(value, "get_value") for value in given):
+            config.effective()
+        return config
 
     def _field_values(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in LakeConfig.model_fields}
