@@ -103,7 +103,7 @@ class JournalLost(BranchlakeError, Terminal):  # noqa: N818 - named like the oth
 
 
 class JournalContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Other collections changed the journal at each of the eight attempts to write to it."""
+    """Eight attempts to write to the journal failed: by changes of others, or with an unknown outcome."""
 
 
 @dataclass(frozen=True)
@@ -321,9 +321,10 @@ class CollectionJournal:
         self._change(name, lambda table: table.append(frame))
 
     def _change(self, name: str, change: Callable[[Table], object]) -> None:
-        """Change a table, with eight attempts. Raises JournalContended.
+        """Call `change` with the journal table `name` until its commit succeeds, at most eight times.
 
-        After an unknown outcome the change is repeated: a row that is stored twice has the same meaning.
+        After a conflict or an unknown outcome, the table is loaded and changed again. So a row may be stored
+        twice, which means the same as one row. Raises JournalContended after the eighth failed attempt.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -333,7 +334,8 @@ class CollectionJournal:
                 # A ValidationException: another pass has removed the same rows.
                 continue
         raise JournalContended(
-            f"The table {_NAMESPACE}.{name} was changed by others at each of {_ATTEMPTS} attempts.",
+            f"The table {_NAMESPACE}.{name} could not be changed in {_ATTEMPTS} attempts. Each attempt met"
+            " another change, or its outcome is unknown.",
             branch=JOURNAL_BRANCH,
             hint="Run the collection again: branchlake maintain run --only collection.",
         )
