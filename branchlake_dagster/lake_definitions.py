@@ -263,7 +263,7 @@ _NO_CHECK = (
 
 
 def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
-    """Return the mistake in an asset's declaration of consumed changes, as a clause or sentence.
+    """Return the mistake in an asset's declaration of consumed changes, as a sentence or part of one.
 
     None if the declaration is correct, or if the asset has none. `default_namespace` is the namespace of
     tables whose declared names have none.
@@ -342,7 +342,7 @@ def _has_same_windows(
 
 
 def _find_dimension_mistake(spec: TableSpec, definition: Any, *, consumes_changes: bool) -> str | None:
-    """Return, as a clause, why the asset's partitions and its partition columns do not match.
+    """Return, as part of a sentence, why the asset's partitions and its partition columns do not match.
 
     None if they match. `definition` is the asset's partitions definition or None. An asset that consumes
     changes (`consumes_changes`) chooses its write mode in each run.

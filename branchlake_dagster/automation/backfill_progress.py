@@ -330,7 +330,7 @@ def _find_failed_attempts(
 
 
 def _format_reasons(attempts: Iterable[Attempt]) -> str:
-    """Return a clause for people: the first failed runs with their reasons, and the next command.
+    """Return part of a sentence: the first failed runs with their reasons, and the next command.
 
     At most `_SHOWN_RUNS` runs are named.
     """

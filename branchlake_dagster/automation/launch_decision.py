@@ -175,7 +175,7 @@ class LaunchDecision:
     earlier_partition: str = ""
 
     def format_state(self, policy: LaunchPolicy) -> str:
-        """Return the state as a clause for people, such as `is being computed by run 3f2a90c1`.
+        """Return the state as part of a sentence, such as `is being computed by run 3f2a90c1`.
 
         `policy` is the launch policy of the sensor: a change that is too small for a run is described with
         the policy's thresholds.
@@ -211,7 +211,7 @@ class LaunchDecision:
 
 
 def format_approval(approval_ids: Sequence[str], *, plural: bool = False) -> str:
-    """Return a clause for a change that waits for approval, with the command that approves it.
+    """Return part of a sentence about a change that waits for approval, with the command that approves it.
 
     The command names the first of `approval_ids`; the others follow in parentheses. Without ids, the command
     names none. `plural` is true if the subject of the clause is plural: "wait" instead of "waits".

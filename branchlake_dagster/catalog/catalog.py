@@ -465,11 +465,11 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
     ) -> CommitTableResponse:
-        """Write the next metadata file and commit it, if the table has not changed meanwhile.
+        """Write the next metadata file and commit it, if the requirements hold for the table's present state.
 
-        Raises CommitFailedException if the table has changed (nothing was committed),
-        CommitStateUnknownException if the outcome is unknown (the files stay), TableAlreadyExistsError and
-        NoSuchTableError.
+        Raises CommitFailedException if a requirement does not hold or the table changes during the call
+        (nothing was committed), CommitStateUnknownException if the outcome is unknown (the files stay),
+        TableAlreadyExistsError and NoSuchTableError.
         """
         key = ContentKey(table.name())
         self._store.require_branch()

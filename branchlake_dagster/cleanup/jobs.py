@@ -154,7 +154,8 @@ class DagsterRuns:
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
         """Record in the tags and log of a run without a verdict that its branch was discarded, and why.
 
-        `reason` is a clause. A run that has a publisher's verdict, or did not open `branch`, is not changed.
+        `reason` is part of a sentence. A run that has a publisher's verdict, or did not open `branch`, is not
+        changed.
         """
         report_branch_end(
             self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}"

@@ -303,9 +303,11 @@ class SweepPlan:
 
 
 class SweepPlanner:
-    """Plans sweeps against the present references. Contents and files are read once for all plans.
+    """Plans which files of discarded branches may be deleted because no present reference needs them.
 
-    `references` are all branches and tags with metadata, listed after the branch was fenced.
+    Contents and files are read once for all plans. `references` are all branches and tags, with Nessie's
+    metadata. List them after the tags of the discarded branches were claimed, because another reference may
+    have been created from a tag until then.
     """
 
     def __init__(self, client: NessieClient, files: TableFiles, references: Iterable[Reference]) -> None:

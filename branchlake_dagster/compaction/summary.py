@@ -111,7 +111,7 @@ def format_result(result: CompactionResult) -> str:
 
 
 def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
-    """Return a plan as a dict for JSON. Reasons are codes."""
+    """Return a plan as a dict for JSON. Each `reason` is the code of the reason, not its sentence."""
     return {
         "strategy": str(plan.options.strategy),
         "bytes": plan.bytes,
@@ -145,7 +145,11 @@ def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
 
 
 def result_to_json(result: CompactionResult) -> dict[str, Any]:
-    """Return a result as a dict for JSON. Reasons are codes, errors are class names."""
+    """Return a result as a dict for JSON.
+
+    `stopped` and each `reason` are the codes of the reasons, not their sentences. Each `error` is the name of
+    the error's class.
+    """
     return {
         "stopped": result.stopped.code if result.stopped is not None else None,
         "seconds": round(result.seconds, 3),

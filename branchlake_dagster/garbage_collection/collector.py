@@ -88,7 +88,7 @@ _MAX_UPDATES = 100
 
 @dataclass
 class _Pass:
-    """The state of one pass of a collector. `now` is the time of the slowest clock."""
+    """The state of one pass of a collector. `now` is the earliest time that a clock showed at its start."""
 
     pass_id: str
     now: datetime
@@ -111,7 +111,7 @@ class _Pass:
     next_folder: str = ""
     """The folder at which the next pass begins to list; empty if all were listed."""
     deadline: float = math.inf
-    """The end of the budget, by `monotonic`. The budget begins when all live states are marked."""
+    """The end of the budget, by `monotonic`. It begins when the files of all live states are marked."""
     repository_created_at: str | None = None
     """When the Nessie repository was created, as Nessie writes it; None in a dry run, or if it is unknown."""
     batch_count: int = 0
@@ -186,12 +186,12 @@ class FileCollector:
         properties: PyIceberg's FileIO properties.
         rules: Grace, history horizon and delay.
         cache_file: The file of the metadata cache. If None, each pass reads all metadata files.
-        budget_s: Seconds after which a pass lists and deletes no further files. The time begins when all live
-            states are marked. A pass always deletes the first batch of a due plan.
-        now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and
-            Nessie's.
+        budget_s: Seconds after which a pass lists and deletes no further files. They begin when the files
+            of all live states (`LiveState`) are marked. A pass always deletes the first batch of a due plan.
+        now: The present time by this machine's clock. A pass takes the earliest of the times of this clock,
+            the store and Nessie, so that no file seems older than it is.
         monotonic: Seconds of a clock that never goes back.
-        sleep: Waits for some seconds while silent writers are watched.
+        sleep: Waits for some seconds, to see whether writers with a stale heartbeat send another one.
         progress: Called with a sentence for each part of the work.
     """
 

@@ -181,7 +181,7 @@ class MetadataCache:
         path: The cache file. None if nothing is kept.
         files: The files of the warehouse. Files outside the warehouse are not kept.
         keyer: Computes the keys. It must be the one of the pass.
-        now: A time before the first file is read, by the slowest clock.
+        now: A time before the first file is read, the earliest of all clocks.
         lake_identity: A text that two warehouses with the same location do not share.
         max_bytes: The largest size of the cache file.
         progress: Called with a sentence.

@@ -53,7 +53,7 @@ def find_hidden(relative_paths: pl.Series) -> npt.NDArray[np.bool_]:
 class OrphanRule:
     """The rule that decides at one moment which files are orphans: unreachable, and older than `grace`.
 
-    `now` is the time of the slowest clock.
+    `now` is the earliest time of all clocks, so that no file seems older than it is.
     """
 
     now: datetime

@@ -321,8 +321,8 @@ class Consumption:
     def _first_position(self, upstream: UpstreamTable) -> Position | None:
         """Return the position at which a new consumer begins in an input, by its declaration's `start`.
 
-        None means all rows. For a start time at which the input did not exist, it is a position without
-        snapshot, from which all later rows are consumed.
+        None means all rows, which replace the asset's table. For a start time at which the input did not
+        exist, the position has no snapshot: all rows are consumed too, but as changes.
         """
         declaration = self.consumer.declaration
         if declaration.start == "beginning":

@@ -214,8 +214,8 @@ def consumes(
 class Declaration:
     """The arguments of `consumes`, parsed from asset metadata.
 
-    `inputs` maps each consumed asset to its pattern. `widen` has the length of time before and after (see
-    `consumes`); both are zero if it is not declared.
+    `inputs` maps each consumed asset to its pattern: `rows`, `keys` or `range`. `widen` has how much earlier
+    and how much later the rows may be that a result depends on; both are zero if it is not declared.
     """
 
     inputs: Mapping[AssetKey, Pattern]

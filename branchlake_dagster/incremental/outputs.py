@@ -29,8 +29,8 @@ def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
     """Return the table spec with the write mode that this write needs.
 
     If everything was consumed, the result replaces the whole table, or the run's partitions of a partitioned
-    asset. The keys of an upsert must be unique there too. A result of changed ranges replaces the rows in
-    these ranges (`replace_partitions`). Otherwise `spec` is returned unchanged.
+    asset. If `spec` is an upsert, its keys must still be unique in the result. A result of changed ranges
+    replaces the rows in these ranges (`replace_partitions`). Otherwise `spec` is returned unchanged.
     """
     if consumption.whole:
         by_partition = consumption.consumer.tracks_partitions

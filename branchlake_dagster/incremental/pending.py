@@ -136,7 +136,7 @@ def with_successors(
 
 @dataclass(frozen=True)
 class PartitionBatch:
-    """The partitions that one run can compute now, and those that wait until it is published."""
+    """The partitions that one run can compute now, and those that wait until that run is published."""
 
     partitions: tuple[str, ...]
     waiting: tuple[str, ...] = ()

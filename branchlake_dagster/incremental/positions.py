@@ -206,7 +206,7 @@ class Positions:
     The next update that moves the common position removes their properties.
     """
     restart_reason: str = ""
-    """Why a recorded position does not count any more, as a clause; empty if all of them count."""
+    """Why a recorded position does not count any more, as part of a sentence; empty if all of them count."""
     may_hold_old_rows: bool = False
     """Whether the table may have rows of any partition that were computed before."""
     redefined_extents: tuple[Mapping[str, str], ...] = ()

@@ -122,7 +122,10 @@ def build_consumer(
 
 
 def _find_order_problem(consumer: Consumer) -> str | None:
-    """Return why the partitions cannot be computed in order, as a clause; None if they can or need not."""
+    """Return why the partitions cannot be computed in order; None if they can or need not.
+
+    The reason is part of a sentence.
+    """
     if not consumer.declaration.from_start or consumer.definition is None:
         return None
     time_dimensions = [

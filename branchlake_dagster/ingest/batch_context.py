@@ -162,7 +162,10 @@ class PlannedBatch:
 
     @property
     def current_offsets(self) -> Offsets:
-        """The offsets that the tables have reached, without those of earlier incarnations of the topics."""
+        """The next offset of each partition before the batch; earlier records were ingested or skipped.
+
+        Partitions of earlier incarnations of the topics are left out.
+        """
         current_partitions = {one for topic in self.topics.values() for one in topic.partitions()}
         return {one: offset for one, offset in self.progress.position.items() if one in current_partitions}
 

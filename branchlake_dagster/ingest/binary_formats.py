@@ -305,10 +305,11 @@ class RegistryAvro:
 
 
 def _divide_readable(schemas: Mapping[int, str]) -> tuple[Mapping[int, str], Mapping[int, str]]:
-    """Return the schemas that can be read, and sentences about the others, both by schema id.
+    """Return the schemas that Spark can read, and why it cannot read each of the others, both by schema id.
 
-    A subject may have versions of other kinds. Their records become dead letters of kind `schema`. Raises
-    ConfigurationError if it has only such versions.
+    `schemas` are those of all versions of a subject. Not readable are, for example, a schema that is not an
+    Avro record, and a record that contains itself. Records with such a schema become dead letters of kind
+    `schema`. Raises ConfigurationError if none of the schemas can be read.
     """
     readable: dict[int, str] = {}
     problems: dict[int, str] = {}

@@ -420,7 +420,10 @@ def _field_path(variant: Expression, name: str) -> tuple[Expression, str]:
 
 
 def _member_text(json: Expression, name: str) -> Expression:
-    """Return a member of a JSON object as text, without quotes; null if the object does not have it."""
+    """Return a Spark expression for a member of a JSON object as text, without the quotes of a string.
+
+    It is null if the object does not have the member.
+    """
     if _PLAIN_NAME.fullmatch(name):
         return F.get_json_object(json, f"$['{name}']")
     return F.from_json(json, "map<string, string>").getItem(name)

@@ -105,7 +105,9 @@ class LiveIngestion:
         self._connect(lake.nessie)
 
     def publish_next_batch(self) -> LiveBatch | None:
-        """Ingest one batch of the waiting records and publish it. Return None if there is nothing to record.
+        """Ingest one batch of the waiting records and publish it.
+
+        Returns None, without a commit, if no record waits and no offset must be recorded.
 
         Raises TooManyDeadLetters; Superseded; PublicationContended; and the errors of `plan_next_batch`, of
         `ingest_batch` and of Nessie. After an OutcomeUnknown or an interruption the batch may be on `main`;

@@ -63,7 +63,7 @@ TableName = str | AssetKey
 class PublishedTime:
     """The time up to which a table has all records of its ingestions, or of the tables that it consumes.
 
-    `at` is None if there is no such time. `reason` is a clause for messages: the time, or why there is none.
+    `at` is None if there is no such time. `reason` is part of a sentence: the time, or why there is none.
     """
 
     at: datetime | None

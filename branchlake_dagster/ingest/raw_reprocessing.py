@@ -234,7 +234,7 @@ def _record_run(
 
 
 def _format_changes(counts: Mapping[str, int]) -> str:
-    """Return a clause with the numbers of changed rows and dead letters.
+    """Return part of a sentence: `3 rows added, 0 rows changed, …`, with the numbers of dead letters last.
 
     `counts` are those of `RawReprocessingResult`, such as `rows_update` or `letters_mark`.
     """

@@ -36,7 +36,7 @@ def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table
     """Return the columns that an input's metadata names, in its order; None means all columns.
 
     `existing` are the columns of the table. Raises ConfigurationError if the table lacks a column, or if the
-    metadata is not a list of different names.
+    metadata is not a list of at least one name without repetitions.
     """
     columns = unwrap_metadata(metadata.get(INPUT_COLUMNS))
     if columns is None:

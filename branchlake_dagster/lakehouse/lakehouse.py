@@ -213,7 +213,7 @@ def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> st
 def rest_catalog_url(endpoints: Endpoints, settings: Settings) -> str | None:
     """Return the address of the embedded Nessie's Iceberg REST catalog.
 
-    Returns None if Nessie is not embedded. Returns a clause with the reason if the embedded Nessie cannot
+    Returns None if Nessie is not embedded. Returns the reason, as part of a sentence, if it cannot
     serve a REST catalog of this warehouse.
     """
     if not settings.embedded_nessie:

@@ -394,7 +394,7 @@ class WarmRunLauncher(DefaultRunLauncher):
     def _load_spec(self, context: LaunchRunContext) -> LoadSpec | str:
         """Return the spec that a warm process must load to fork this run, or why the run cannot be forked.
 
-        The reason is a clause for the log.
+        The reason is part of a sentence in the log.
         """
         run = context.dagster_run
         if Settings().run_launcher == "dagster":

@@ -547,7 +547,7 @@ class Assessor:
         evidence: RunEvidence,
         runs: Sequence[DagsterRun],
     ) -> BranchCommits | str:
-        """Load the commits of the branch. Returns a clause if the branch no longer starts from the base.
+        """Load the commits of the branch. Returns the reason if it does not start from the base.
 
         Costs one request to Nessie. `changes` are the differences between the base and the branch. `runs` are
         the runs that worked on the branch.

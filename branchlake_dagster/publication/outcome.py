@@ -300,7 +300,8 @@ def report_outcome(
     Idempotent: repeated calls report everything once. Returns the number of partitions that are not reported
     yet; 0 means that the report is complete. If `has_time` returns False, the call records in a tag how many
     are reported; the next call continues after them. The other tags are set last, so they mark a complete
-    report. Of an unpublished run at most 200 partitions are reported, and its materializations are revoked.
+    report. Of an unpublished run at most 200 partitions are reported. If `report.is_revoked`, all
+    partitions that the run materialized count as failed in Dagster (see `revoke_materializations`).
     """
     tags, run_id = report.tags(), report.run.run_id
     # Not `get_run_by_id`, which also inspects the columns of Dagster's table.

@@ -342,7 +342,10 @@ def build_publisher(lake: Lakehouse) -> Publisher:
 
 
 class Publisher:
-    """Publishes candidates. Several publishers may work at once, in one process or in many."""
+    """Publishes candidates (`Candidate`): run branches that the gate has passed.
+
+    Several publishers may work at once, in one process or in many.
+    """
 
     def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog | None = None) -> None:
         self._client = client

@@ -184,10 +184,11 @@ class TableFormat(Protocol):
         """
 
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
-        """Check that the files that a change adds to each table can be read, and make them durable.
+        """Check that the files that a change adds to each table can be read and survive a power cut.
 
-        Returns one result per table, in the order of `states`: the first error, or None if all files can be
-        read. Every call asks the storage, without a cache.
+        Files on a local disk are synchronized (fsync) if their writer may not have done so. Returns one
+        result per table, in the order of `states`: the first error, or None if all files can be read. Every
+        call asks the storage, without a cache.
         """
 
     def replay(

@@ -150,7 +150,7 @@ class BranchCommits:
         return newest_metadata_locations(self.entries)
 
     def find_objection(self, read_metadata: ReadMetadata) -> str | None:
-        """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
+        """Return why the branch is not exactly what its runs wrote, as part of a sentence; None if it is.
 
         Three conditions must hold:
 

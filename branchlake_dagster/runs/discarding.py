@@ -294,7 +294,8 @@ _PAGE_SIZE = 1_000
 def format_failure(reason: str, next_step: str = "") -> str:
     """Format the message of a run that was not published: the reason, and that `main` did not change.
 
-    `reason` is a clause. `next_step` is a sentence that recommends an action; empty if there is none.
+    `reason` is part of a sentence. `next_step` is a sentence that recommends an action; empty if there is
+    none.
     """
     return f"Not published: {reason.rstrip('.')}. main is as it was. {next_step}".rstrip()
 

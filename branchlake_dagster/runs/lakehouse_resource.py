@@ -110,7 +110,10 @@ class _StepHolds:
             self._releases.setdefault((os.getpid(), run_id), []).append(release)
 
     def end_step(self, run_id: str) -> None:
-        """Release everything that steps of the run have left. Errors are logged."""
+        """Release the branches and heartbeats that are held for steps of the run in this process.
+
+        Errors are logged.
+        """
         key = (os.getpid(), run_id)
         with self._lock:
             self._branches.pop(key, None)

@@ -131,7 +131,7 @@ class HolderWatch:
         self._readings = 0
 
     def gone_reason(self) -> str | None:
-        """Return why the holder is gone, as a clause; None if its run may still be published.
+        """Return why the holder is gone, as part of a sentence; None if its run may still be published.
 
         A holder is gone if its run has failed, or has ended and has a verdict or no branch. It is also gone
         if it was silent: its heartbeats stayed unchanged through six further calls and three of its

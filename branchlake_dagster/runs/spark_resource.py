@@ -209,7 +209,7 @@ class _SharedSessions:
             self._releases.setdefault(run_id, []).append(key)
 
     def end_step(self, run_id: str) -> None:
-        """Release the sessions that steps of the run have kept until now. Errors are logged."""
+        """Release the sessions that are held for steps of the run in this process. Errors are logged."""
         with self._lock:
             keys = self._releases.pop(run_id, [])
         for key in keys:

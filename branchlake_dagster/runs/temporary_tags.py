@@ -2,7 +2,7 @@
 
 Every tag keeps the files of its commit, whatever the tag's name. The name of a temporary tag is
 `{prefix}{end}-{UUID}`, with its end in UTC, because Nessie stores nothing else about a tag. A killed process
-leaves its tag behind. A collection of files deletes tags whose end has passed; it takes the slowest of
+leaves its tag behind. A collection of files deletes tags whose end has passed by the earliest of
 several clocks. Readers delete only their own tags, because the clock of their machine may be wrong.
 """
 

@@ -20,7 +20,8 @@ def pickle_by_value(function: F) -> F:
     would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, pyerfa, Polars and
     pyarrow.
 
-    The function and its arguments are pickled here, once. Later changes of their objects have no effect.
+    This call pickles the function, with the objects that it holds (in its closure, or as arguments of a
+    `partial`). Later changes of these objects have no effect on the workers.
     """
     for module in (sda, errors, wording):  # errors of this package derive from classes in the latter two
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]

@@ -111,7 +111,7 @@ def build_refusal(publication: Publication, dependencies: Sequence[Dependency]) 
 
 
 def format_dependency(dependency: Dependency) -> str:
-    """Return a clause with the table, the reason, the partitions and the runs."""
+    """Return part of a sentence: the table, the reason, the partitions and the runs."""
     partition_note = f" ({format_names('partition', dependency.partitions)})" if dependency.partitions else ""
     run_note = f", by {format_names('run', dependency.run_ids)}" if dependency.run_ids else ""
     return f"{dependency.table}: {dependency.reason}{partition_note}{run_note}"

@@ -15,7 +15,7 @@ class Dependency:
 
     Attributes:
         table: The table's dotted name.
-        reason: The reason, a clause.
+        reason: The reason, as part of a sentence.
         partitions: The partitions that the reason is about.
         run_ids: The later runs whose publications must be undone as well. Empty if no run can be named: then
             the undo is not possible.

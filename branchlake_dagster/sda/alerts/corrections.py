@@ -62,8 +62,8 @@ class AlertRules:
     An encounter (a pass of two objects with a clear minimum of the distance) becomes an alert if its
     probability is at least ``min_probability``. Without a probability it becomes an alert if its miss
     distance is at most ``max_distance_km``, except if the probability is missing because the objects move
-    together too slowly, as in formations. NASA's conjunction assessment mitigates risks from a probability of
-    1e-4 on (NASA/SP-20230002470), so this is ``high_probability``.
+    together too slowly, as in formations. From ``high_probability`` on, the priority is high. Its default is
+    1e-4, the probability from which NASA's conjunction assessment mitigates risks (NASA/SP-20230002470).
     """
 
     min_probability: float = 1e-5

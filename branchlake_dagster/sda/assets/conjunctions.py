@@ -168,7 +168,11 @@ class EarlierList:
     is_complete: bool
 
     def select_usable(self, max_element_age_days: float) -> EarlierLimits | None:
-        """Return the list for the planning of a screening, or None if its rows cannot be kept."""
+        """Return the limits of the list for the plan of a screening; None if its rows cannot be reused.
+
+        They cannot be reused if another writer has changed them, if the table lacks a column, or for a reason
+        that `list_limits` names.
+        """
         if not self.is_own or not self.is_complete:
             return None
         return list_limits(self.header, max_element_age_days)
@@ -319,9 +323,9 @@ def newest_collection(catalogue: pa.Table) -> int:
 
 
 def list_limits(found: pl.DataFrame, max_element_age_days: float) -> EarlierLimits | None:
-    """Return the earlier list for the planning of a screening, or None if its rows cannot be kept.
+    """Return the limits of the earlier list for the plan of a screening; None if it cannot be reused.
 
-    Rows cannot be kept if the table is empty, or if it was made with another `max_element_age_days`: it then
+    It cannot be reused if it is empty, or if it was made with another `max_element_age_days`, because it then
     left out other objects.
 
     Args:

@@ -67,9 +67,9 @@ def measure_agreement(
     """Screen one GP file by brute force and by the product, and compare the events.
 
     Without a file, 2,000 objects are simulated. Without a start, the span begins at the first whole hour
-    after 99 % of the epochs. In the result, `kinds` has the counts and the largest differences of each kind,
-    and `unmatched` the events that only one of the two found, with the reason. `reference_s` and `product_s`
-    are seconds.
+    after 99 % of the epochs. In the result, `kinds` has the counts and the largest differences by kind of
+    event (`Kind`), and `unmatched` the events that only one of the two found, with the reason. `reference_s`
+    and `product_s` are seconds.
     """
     content = file.read_bytes() if file else _simulate()
     parsed = read_catalogue(content, file.name if file else "simulated")

@@ -18,7 +18,11 @@ _SHOWN = 5
     metadata={"branchlake/scope": "table"},
 )
 def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
-    """Compare all rows of `objects` and `catalogue` on the run's branch."""
+    """Check that `objects` and `catalogue` on the run's branch agree on each object.
+
+    The check fails if the states of an object differ, if only `catalogue` has the object, or if only
+    `objects` has it and it has elements or the state `tracked`. All rows are compared.
+    """
     catalog = lakehouse.catalog()
     objects, catalogue = (
         pl.DataFrame(

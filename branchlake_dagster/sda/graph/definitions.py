@@ -140,9 +140,10 @@ fusion_jobs = [
 
 
 def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
-    """Return why windows at ``now`` cannot be computed from the registered snapshots, or None if they can.
+    """Return why the registered GP snapshots are too old for a run at ``now``; None if they are not.
 
-    A snapshot whose id has no time may be a current one.
+    The age is that of the newest time in the snapshots' ids. If an id has no time, the result is None,
+    because that snapshot may be recent.
     """
     names = instance.get_dynamic_partitions("gp_snapshots")
     if not names:

@@ -34,8 +34,9 @@ class ProviderAnswer:
 class RetryRule:
     """The number of attempts and the waits between them, in seconds.
 
-    The wait doubles from `first_wait_s` up to `most_wait_s`; a random part of up to half is subtracted. No
-    attempt starts later than `give_up_s` after the first one, and at most `tries` attempts are made.
+    The wait doubles from `first_wait_s` up to `most_wait_s`; a random part of up to half is subtracted. A
+    wait that the provider asks for (`Retry-After`) replaces it. No attempt starts later than `give_up_s`
+    after the first one, and at most `tries` attempts are made.
     """
 
     tries: int = 4

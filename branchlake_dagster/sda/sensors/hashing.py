@@ -16,7 +16,7 @@ from branchlake_dagster.sda.orbits.frames import Floats
 def draw_uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     """Return numbers in (0, 1), one per key (n,), by splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 
-    Different `salt` gives independent numbers.
+    Numbers with different `salt` are independent.
     """
     state = keys.astype(np.uint64)
     with np.errstate(over="ignore"):
@@ -27,7 +27,10 @@ def draw_uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
 
 
 def hash_keys(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of 64 bits for each row (n,) of several keys (n,)."""
+    """Return a hash of 64 bits for each row of several key columns: `keys` and `more`, all (n,).
+
+    Hashes with different `salt` are independent.
+    """
     state = keys.astype(np.uint64)
     with np.errstate(over="ignore"):
         state = _mix(state + np.uint64(salt))
