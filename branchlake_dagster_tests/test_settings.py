@@ -268,7 +268,7 @@ def test_a_field_of_a_resource_may_be_a_variable_whatever_its_values_look_like(
     monkeypatch.setenv("LAKE_NESSIE", "https://nessie.example.org/api/v2")
     monkeypatch.setenv("LAKE_WAREHOUSE", "s3://lake/tables")
     monkeypatch.setenv("LAKE_ROWS", "7")
-    settings = lake.resolve_variables()
+    settings = lake.effective()
     assert (settings.nessie_uri, settings.warehouse, settings.preview_rows) == (
         "https://nessie.example.org/api/v2",
         "s3://lake/tables",
@@ -281,4 +281,4 @@ def test_a_value_of_a_variable_is_validated_where_it_is_read(monkeypatch: pytest
 
     monkeypatch.setenv("LAKE_WAREHOUSE", "relative/folder")
     with pytest.raises(ValidationError):
-        lake.resolve_variables()
+        lake.effective()

@@ -170,19 +170,12 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     def effective(self) -> Settings:
         """Return the effective settings: each field's value, or else that of the environment.
 
-        Raises pydantic's ValidationError if a value is invalid.
+        Dagster resolves each `dg.EnvVar` when it sets up the resource. Before, the variable is read here; the
+        field is omitted if the variable is not set. Raises pydantic's ValidationError if a value is invalid.
         """
-        return self._build_settings(self._field_values())
-
-    def resolve_variables(self) -> Settings:
-        """Return the effective settings of a resource that Dagster has not set up: reads its `dg.EnvVar` too.
-
-        Raises pydantic's ValidationError if a value is invalid.
-        """
-        fields = self._field_values()
         values = {
             name: value.get_value() if hasattr(value, "get_value") else value
-            for name, value in fields.items()
+            for name, value in self._field_values().items()
         }
         return self._build_settings({name: value for name, value in values.items() if value is not None})
 

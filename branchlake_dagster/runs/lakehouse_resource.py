@@ -528,7 +528,7 @@ def _find_declared_lakes(step_context: Any) -> set[str]:
         if isinstance(resource, LakeConfig):
             # The variable of a `dg.EnvVar` may have an invalid value.
             with contextlib.suppress(ValueError):
-                lakes.add(resource.resolve_variables().lake_id)
+                lakes.add(resource.effective().lake_id)
     return lakes
 
 
