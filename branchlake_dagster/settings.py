@@ -102,7 +102,7 @@ def _is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-_BROKER = re.compile(r"(?:\w+://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:,\[\]]+)(?::[0-9]{1,5})?")
+_BROKER = re.compile(r"(?:\w+://)?(?:\[[^\s/,\[\]]+\]|[^\s/:,\[\]]+)(?::[0-9]{1,5})?")
 """A broker's address. librdkafka also accepts a security protocol before it, and has a default port."""
 
 
@@ -112,7 +112,7 @@ def _require_url(value: str, schemes: Sequence[str]) -> None:
     if value.partition("://")[0].lower() not in schemes or "://" not in value:
         raise ValueError(f"the address has no scheme {' or '.join(schemes)}; write {example}")
     if re.search(r"\s", value):
-        raise ValueError(f"the address contains a space; write {example}")
+        raise ValueError(f"the address contains white space; write {example}")
     try:
         url = urlparse(value)
         has_host = bool(url.hostname) and url.port != 0
@@ -136,7 +136,9 @@ class Settings(BaseSettings):
             settings = Settings(nessie_uri="https://nessie.example.com/api/v2", warehouse="s3://lake/tables")
     """
 
-    model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
 
     state_dir: Path = Field(
         Path(".branchlake"), description="Folder of the embedded lakehouse: data, logs, process records."
@@ -372,26 +374,22 @@ class Settings(BaseSettings):
         "kafka_certificate",
         "nessie_uri",
         "spark_remote",
-        "spark_master",
-        "spark_driver_memory",
         "warehouse",
-        "s3_endpoint",
-        "s3_region",
-        "kafka_bootstrap",
         mode="before",
     )
     @classmethod
     def _refuse_empty_text(cls, value: object) -> object:
         # An empty path means the working directory, and an empty address names nothing. Nobody intends that.
         if value == "":
-            raise ValueError("the value is empty; unset it, or write a path, address or name")
+            raise ValueError("the value is empty; unset it, or write a path or address")
         return value
 
     @field_validator("nessie_uri", "spark_remote", "s3_endpoint")
     @classmethod
     def _require_address(cls, value: str | None, info: ValidationInfo) -> str | None:
-        # Without a scheme, the first request would fail with an error of the HTTP library.
-        if value is not None:
+        # Without a scheme, the first request would fail with an error of the HTTP library. An empty endpoint,
+        # which deployments pass, is that of AWS.
+        if value:
             _require_url(value, ("sc",) if info.field_name == "spark_remote" else ("http", "https"))
         return value
 
@@ -406,8 +404,9 @@ class Settings(BaseSettings):
     @field_validator("kafka_bootstrap")
     @classmethod
     def _require_brokers(cls, value: str | None) -> str | None:
-        for broker in [] if value is None else value.split(","):
-            if not _BROKER.fullmatch(broker.strip()):
+        # Kafka's clients skip empty parts of the list.
+        for broker in (value or "").split(","):
+            if broker.strip() and not _BROKER.fullmatch(broker.strip()):
                 raise ValueError(f"{broker.strip()!r} is not the address of a broker; write host:port")
         return value
 

@@ -5,7 +5,7 @@ import dagster as dg
 import pytest
 from pydantic import ValidationError
 
-from branchlake_dagster import LakehouseResource
+from branchlake_dagster import BranchSparkResource, LakehouseResource, branchlake_definitions
 from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.settings import Settings
@@ -210,7 +210,6 @@ def test_plans_for_a_remote_spark_hold_no_s3_keys() -> None:
             (name, value)
             for name in ("nessie_uri", "s3_endpoint")
             for value in (
-                "",
                 "localhost:19120",
                 "sc://localhost:1",
                 "http://",
@@ -222,16 +221,15 @@ def test_plans_for_a_remote_spark_hold_no_s3_keys() -> None:
                 "http:/nessie",
             )
         ),
+        ("nessie_uri", ""),
         *(
             ("spark_remote", value)
             for value in ("", "spark:15002", "http://spark:15002", "sc://", "sc://a b")
         ),
         *(("warehouse", value) for value in ("", " ", "s3://lake/tables ", " s3://lake", "lake/tables")),
-        *(("kafka_bootstrap", value) for value in ("", " ", "kafka 9092", "a:1,,b:2", "kafka:x", "a:1/b")),
+        *(("kafka_bootstrap", value) for value in ("kafka 9092", "kafka:x", "a:1/b")),
         *(("receivers", value) for value in ("localhost:9464", "http://a:1,b:2")),
         *(("spark_driver_memory", value) for value in ("", "-3g", "0g", "much")),
-        ("s3_region", ""),
-        ("spark_master", ""),
     ],
 )
 def test_a_wrong_address_is_refused_at_once(name: str, value: str) -> None:
@@ -282,3 +280,29 @@ def test_a_value_of_a_variable_is_validated_where_it_is_read(monkeypatch: pytest
     monkeypatch.setenv("LAKE_WAREHOUSE", "relative/folder")
     with pytest.raises(ValidationError):
         lake.effective()
+
+
+def test_a_resource_whose_secret_is_missing_where_the_definitions_load_can_be_nested() -> None:
+    lake = LakehouseResource(
+        warehouse=dg.EnvVar("LAKE_WAREHOUSE"),
+        spark_remote="sc://localhost:15002",
+        spark_token=dg.EnvVar("LAKE_TOKEN"),
+    )
+
+    assert BranchSparkResource(lakehouse=lake).lakehouse.warehouse == lake.warehouse
+    assert branchlake_definitions(lakehouse=lake).resources is not None
+
+
+@pytest.mark.parametrize("brokers", ["a:1,b:2,", "PLAINTEXT://a:1, b", "[fe80::1%eth0]:9092", ""])
+def test_lists_of_brokers_are_as_kafka_accepts_them(brokers: str) -> None:
+    assert Settings(kafka_bootstrap=brokers).kafka_bootstrap == brokers
+
+
+def test_an_empty_endpoint_is_that_of_aws() -> None:
+    assert not Settings(s3_endpoint="").s3_endpoint
+
+
+def test_an_invalid_address_is_not_shown_because_it_can_contain_a_secret() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Settings(spark_remote="sc://h:15002;token=hidden-word")
+    assert "hidden-word" not in str(refused.value)

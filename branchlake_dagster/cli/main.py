@@ -13,6 +13,7 @@ import json
 import keyword
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -20,7 +21,7 @@ import sysconfig
 from importlib.metadata import Distribution, distribution, distributions
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from pydantic import ValidationError
@@ -209,8 +210,13 @@ class _Commands(CommandGroup):
             ctx.exit(130)
         except (BrokenPipeError, SystemExit) as error:
             # Rich ends the process with exit code 1 if its output is a closed pipe.
-            if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
-                raise
+            if isinstance(error, SystemExit):
+                if error.code != 1 or not isinstance(error.__context__, BrokenPipeError):
+                    raise
+            elif _has_reader(sys.stdout) and _has_reader(sys.stderr):  # another pipe, or a connection
+                raise click.ClickException(
+                    f"A process or a server closed its connection: {error}."
+                ) from error
             _discard_output()
             ctx.exit(128 + signal.SIGPIPE)
         except BranchlakeError as error:
@@ -230,6 +236,16 @@ def _replace_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - stays open
+
+
+def _has_reader(stream: TextIO) -> bool:
+    """Return False if the stream is a pipe whose reader has ended."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # a replaced stream has no file descriptor
+        return True
 
 
 def _discard_output() -> None:

@@ -26,6 +26,7 @@ from branchlake_dagster.ingest.record_frames import (
     RecordPosition,
     find_unwritable_records,
     join_ranges,
+    valid_time_us,
 )
 from branchlake_dagster.ingest.scan import ScanResult, delete_files, delete_on_failure
 from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, run_without_unknown_tables
@@ -264,11 +265,12 @@ def _load_unwritable_records(
     for row in rows.toArrow().to_pylist():
         partition = TopicPartition(row["__topic"], row[INCARNATION], row["__partition"])
         headers = [(header["key"], header["value"]) for header in row["__headers"] or ()]
+        time_us = row["__timestamp_us"]
         record = RawRecord(
             partition.topic,
             partition.partition,
             row["__offset"],
-            row["__timestamp_us"],
+            None if time_us is None else valid_time_us(time_us),
             row["__key"],
             row["__value"],
             headers,

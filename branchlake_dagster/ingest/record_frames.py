@@ -207,7 +207,8 @@ _FIRST_MS, _END_MS = -62_135_596_800_000, 253_402_300_800_000
 """The years 1 to 9999, which are all that Python and PyIceberg support."""
 
 
-def _valid_time_us(time_us: int) -> int | None:
+def valid_time_us(time_us: int) -> int | None:
+    """Return a record's time in µs since 1970; None if it has none, or one outside of the years 1 to 9999."""
     return time_us if _FIRST_MS <= time_us // 1_000 < _END_MS and time_us != NO_TIME_US else None
 
 
@@ -321,7 +322,7 @@ class KafkaRecords:
                 partition.topic,
                 partition.partition,
                 offset,
-                _valid_time_us(timestamp_ms * 1_000),
+                valid_time_us(timestamp_ms * 1_000),
                 key,
                 value,
                 headers,
@@ -540,7 +541,7 @@ class LandingRecords:
                     partition.topic,
                     partition.partition,
                     offset,
-                    None if time_us is None else _valid_time_us(time_us),
+                    None if time_us is None else valid_time_us(time_us),
                     key,
                     value,
                     headers,

@@ -2,7 +2,8 @@
 
 An attempt can end while its commit is still on the way: the process of a step is killed, and the Spark server
 completes the query. Such a commit adds rows a second time, or replaces those of the later attempt. It names
-the run, so it is not a commit of another writer.
+the run, so it is not a commit of another writer. Only writes of the IO manager are found, not those of a
+step's own code: their snapshots do not name the attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.nessie.model import Content, ContentKey, IcebergTable
 from branchlake_dagster.publication.verdict import RunEvidence
 from branchlake_dagster.runs.branch_commits import ReadMetadata
-from branchlake_dagster.runs.run_events import StepOfRun
 from branchlake_dagster.stored_names import LakeProperty
 
 _Attempt = tuple[int, int]
@@ -71,6 +71,7 @@ def _active_summaries(metadata: TableMetadata, run_ids: Sequence[str]) -> list[M
 
 def _iter_late_steps(evidence: RunEvidence, newest_first: Sequence[Mapping[str, str]]) -> Iterator[str]:
     replaced_outputs: set[tuple[str, str]] = set()
+    last_attempts: dict[tuple[str, str], _Attempt | None] = {}
     for summary in newest_first:
         number = summary.get(LakeProperty.ATTEMPT, "")
         if not number.isdigit():
@@ -78,18 +79,16 @@ def _iter_late_steps(evidence: RunEvidence, newest_first: Sequence[Mapping[str, 
         run_id = summary[LakeProperty.RUN_ID]
         attempt = (evidence.run_ids.index(run_id), int(number))
         step = summary.get(LakeProperty.STEP)
-        if step is None:
-            step = summary.get(LakeProperty.CODE_OF_STEP)
-            # A later attempt begins by removing what the code of earlier ones wrote.
-            if step and attempt[1] <= evidence.repeated_steps.get(StepOfRun(run_id, step), 0):
-                yield step
+        if step is None:  # not a write of the IO manager
             continue
         asset = summary.get(LakeProperty.ASSET, "")
         if (step, asset) in replaced_outputs:
             continue
         if summary.get(LakeProperty.WRITE_MODE) not in _ADDING:
             replaced_outputs.add((step, asset))
-        last_attempt = _find_materializing_attempt(evidence, step, asset)
+        if (step, asset) not in last_attempts:
+            last_attempts[step, asset] = _find_materializing_attempt(evidence, step, asset)
+        last_attempt = last_attempts[step, asset]
         if last_attempt is not None and attempt < last_attempt:
             yield step
 

@@ -353,11 +353,12 @@ class SharedHeartbeats:
         between its last step and the end of its run would not be noticed.
         """
         with self._lock:
-            thread, user_count = self._threads.pop(key)
-            if user_count > 1 or (has_ended is not None and is_run_process()):
-                self._threads[key] = (thread, user_count - 1)
+            thread, user_count = self._threads[key]
+            self._threads[key] = (thread, user_count - 1)
             if user_count > 1:
                 return
+            if has_ended is None or not is_run_process():
+                del self._threads[key]
             if has_ended is not None and is_run_process():
                 thread.continue_until(has_ended)
                 Finalize(None, self._release_at_exit, args=(key,), exitpriority=1)

@@ -73,10 +73,23 @@ def _resolve_settings(
     return Settings(**dict(values))
 
 
+def _read(name: str, value: Any) -> Any:
+    """Return the value of a field, read from its variable if it is one; None if that is not set.
+
+    A secret that is not set is the name of its variable: settings are valid only as a whole, and the secret
+    may exist only where runs are executed.
+    """
+    if not hasattr(value, "get_value"):
+        return value
+    found = value.get_value()
+    return value.env_var_name if found is None and name in Settings.secret_names() else found
+
+
 class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     """The fields of `Settings`. An omitted field is read from the environment (`BRANCHLAKE_…`).
 
-    Each field takes a value or a `dg.EnvVar`. A secret that is set as a value is hidden from Dagster at once.
+    Each field of text or of whole numbers takes a value or a `dg.EnvVar`. A secret that is set as a value is
+    hidden from Dagster at once.
     """
 
     state_dir: str | None = _settings_field("state_dir")
@@ -157,9 +170,9 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     @classmethod
     def _validate_settings(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         config = build(values)
-        # A variable has a value only in the run's process. `build` makes a plain text of its name.
-        given = values.values() if isinstance(values, Mapping) else ()
-        if not any(hasattr(value, "get_value") for value in given):
+        # A variable has a value only in the run's process. `build` makes a plain text of its name. A resource
+        # that is nested in another one was validated when it was made.
+        if isinstance(values, Mapping) and not any(hasattr(value, "get_value") for value in values.values()):
             config.effective()
         return config
 
@@ -170,13 +183,11 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     def effective(self) -> Settings:
         """Return the effective settings: each field's value, or else that of the environment.
 
-        Dagster resolves each `dg.EnvVar` when it sets up the resource. Before, the variable is read here; the
-        field is omitted if the variable is not set. Raises pydantic's ValidationError if a value is invalid.
+        Dagster resolves each `dg.EnvVar` when it sets up the resource. Before, the variable is read here. If
+        it is not set, the field is omitted, or is a placeholder if it is a secret. Raises pydantic's
+        ValidationError if a value is invalid.
         """
-        values = {
-            name: value.get_value() if hasattr(value, "get_value") else value
-            for name, value in self._field_values().items()
-        }
+        values = {name: _read(name, value) for name, value in self._field_values().items()}
         return self._build_settings({name: value for name, value in values.items() if value is not None})
 
     @staticmethod

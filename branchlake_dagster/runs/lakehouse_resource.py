@@ -269,7 +269,7 @@ class LakehouseResource(LakeConfig):
         with _first_use:
             lakes = {
                 lake_id
-                for process, owner, lake_id in _resources
+                for process, owner, lake_id in list(_resources)
                 if process == os.getpid() and owner == run_id
             }
         return {lake} == (lakes or _find_declared_lakes(step_context))
@@ -364,21 +364,18 @@ class LakehouseResource(LakeConfig):
         return location.branch
 
     def _require_own_run(self) -> None:
-        """Raise ConfigurationError if the resource was kept beyond its run, for example in a module."""
-        if self._run_id is None:
+        """Raise ConfigurationError if the resource was kept until its run was over, for example in a module.
+
+        Asks Dagster's storage, but only in a step of another run, and after the resource has ended. A run may
+        be executed in a step of another one, and its resources are set up and its hooks are called there.
+        """
+        if self._run_id is None or is_step_running(self._run_id):
             return
         context = get_running_context()
-        if context is not None and is_step_running(context.op_execution_context.run_id):
-            is_other_run = context.op_execution_context.run_id != self._run_id
-        else:
-            # A thread without a step. A query to Dagster's storage, only after the resource has ended.
-            is_other_run = (
-                self._has_ended
-                and not is_step_running(self._run_id)
-                and self._ended is not None
-                and self._ended()
-            )
-        if is_other_run:
+        is_own_context = context is None or context.op_execution_context.run_id == self._run_id
+        if is_own_context and not self._has_ended:
+            return
+        if self._ended is not None and self._ended():
             raise ConfigurationError(
                 "This lake resource belongs to another run, whose branch it would read and write.",
                 run_id=self._run_id,

@@ -133,7 +133,7 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         step = find_running_step(None if run_branch is None else run_branch.run_id)
         if self._holds is not None:
             if step.key is not None:
-                _sessions.name_step(self._holds, step.key, step.attempt)
+                _sessions.name_step(self._holds, step.key)
             application = _sessions.find_application(self._holds) if run_branch is not None else None
             if run_branch is not None and application is not None:
                 run_branch.record_application(application, step.key, step.attempt)
@@ -158,29 +158,28 @@ class _SharedSessions:
         # Reentrant: a finalizer that runs while this thread holds the lock may end a resource.
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
-        self._steps: dict[tuple[str, str], tuple[str, int]] = {}
+        self._steps: dict[tuple[str, str], str] = {}
         self._applications: dict[tuple[str, str], str | None] = {}
         self._releases: dict[str, list[tuple[str, str]]] = {}
 
     def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
         with self._lock:
-            session, users = self._open[key] if key in self._open else (create_session(), 0)
+            if key not in self._open:
+                self._open[key] = (create_session(), 0)
+            session, users = self._open[key]
             self._open[key] = (session, users + 1)
             return session
 
-    def name_step(self, key: tuple[str, str], step: str, attempt: int) -> None:
-        """Let the snapshots that user code adds in the session of `key` record the step in their summaries.
+    def name_step(self, key: tuple[str, str], step: str) -> None:
+        """Let the snapshots that user code adds in the session of `key` record `step` in their summaries.
 
-        `step` is the key of the running step, `attempt` its attempt, from 1. If the session is not open,
-        nothing happens.
+        `step` is the key of the running step. If the session is not open, nothing happens.
         """
-        entries = {LakeProperty.CODE_OF_STEP: step, LakeProperty.ATTEMPT: str(attempt)}
         with self._lock:
-            if self._steps.get(key) != (step, attempt) and key in self._open:
+            if self._steps.get(key) != step and key in self._open:
                 session, _ = self._open[key]
-                for name, value in entries.items():
-                    session.conf.set(f"spark.sql.iceberg.snapshot-property.{name}", value)
-                self._steps[key] = (step, attempt)
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
+                self._steps[key] = step
 
     def find_application(self, key: tuple[str, str]) -> str | None:
         """Return the id of the Spark application in which the session of `key` runs; None if it is unknown.
@@ -194,10 +193,11 @@ class _SharedSessions:
 
     def release(self, key: tuple[str, str]) -> None:
         with self._lock:
-            session, users = self._open.pop(key)
+            session, users = self._open[key]
+            self._open[key] = (session, users - 1)
             if users > 1:
-                self._open[key] = (session, users - 1)
                 return
+            del self._open[key]
             self._steps.pop(key, None)
             self._applications.pop(key, None)
             if is_connect(session):

@@ -23,9 +23,10 @@ from branchlake_dagster.wording import format_names
 ColumnPath = tuple[str, ...]
 _MAX_DIGITS = 38
 _FORMAT_VERSION = 2
-_MAX_DEPTH = 49
-"""The most lists, maps and structs in each other. Arrow reads no Parquet schema with more than 100 levels, of
-which a list or a map has two, and PyIceberg's recursion over structs fails before 98 of them."""
+_MAX_PARQUET_LEVELS = 98
+"""Arrow reads no Parquet schema with more levels of types in each other. Lists and maps have two levels."""
+_MAX_JSON_LEVELS = 180
+"""PyIceberg's reader of metadata accepts few more levels of JSON. A struct has three, a list or a map one."""
 
 
 def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
@@ -61,10 +62,11 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
 def require_readable_depth(schema: pa.Schema, *, table_name: str) -> None:
     """Raise ColumnUnsupported for a column that Arrow could write to a Parquet file, but not read again."""
     for field in schema:
-        if _find_depth(field.type) > _MAX_DEPTH:
+        parquet_levels, json_levels = _find_depth(field.type)
+        if parquet_levels > _MAX_PARQUET_LEVELS or json_levels > _MAX_JSON_LEVELS:
             raise ColumnUnsupported(
-                f"Column {field.name} has more than {_MAX_DEPTH} lists, maps or structs in each other."
-                " Its files could not be read.",
+                f"Column {field.name} has too many lists, maps or structs in each other. Its files could not"
+                " be read.",
                 table=table_name,
                 hint="Store the inner parts as JSON text, or as rows of another table.",
                 reason="nested_too_deeply",
@@ -72,21 +74,25 @@ def require_readable_depth(schema: pa.Schema, *, table_name: str) -> None:
             )
 
 
-def _find_depth(kind: pa.DataType) -> int:
-    """Count the lists, maps and structs in each other, without recursion: types can have any depth."""
-    deepest, pending_types = 0, [(kind, 0)]
+def _find_depth(kind: pa.DataType) -> tuple[int, int]:
+    """Count the levels of a type in a Parquet schema and in the table's metadata.
+
+    Works without recursion, because types can have any depth.
+    """
+    parquet_levels, json_levels = 0, 0
+    pending_types = [(kind, 0, 0)]
     while pending_types:
-        part, depth = pending_types.pop()
-        deepest = max(deepest, depth)
+        part, parquet, json = pending_types.pop()
+        parquet_levels, json_levels = max(parquet_levels, parquet), max(json_levels, json)
         if pa.types.is_dictionary(part) or pa.types.is_run_end_encoded(part):
-            pending_types.append((part.value_type, depth))
+            pending_types.append((part.value_type, parquet, json))
         elif is_list_type(part):
-            pending_types.append((part.value_type, depth + 1))
+            pending_types.append((part.value_type, parquet + 2, json + 1))
         elif pa.types.is_map(part):
-            pending_types += [(part.key_type, depth + 1), (part.item_type, depth + 1)]
+            pending_types += [(inner, parquet + 2, json + 1) for inner in (part.key_type, part.item_type)]
         elif pa.types.is_struct(part):
-            pending_types += [(field.type, depth + 1) for field in part]
-    return deepest
+            pending_types += [(field.type, parquet + 1, json + 3) for field in part]
+    return parquet_levels, json_levels
 
 
 def _require_usable_paths(schema: pa.Schema, table_name: str) -> None:

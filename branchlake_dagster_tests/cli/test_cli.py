@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -275,6 +276,21 @@ def test_a_command_whose_reader_has_ended_ends_like_a_unix_tool(
         monkeypatch.undo()
     assert ended.value.code == 128 + signal.SIGPIPE
     assert "Error" not in capsys.readouterr().err
+
+
+def test_a_broken_connection_is_not_taken_for_a_closed_output(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.group(cls=_Commands, sources={})
+    def commands() -> None:
+        pass
+
+    @commands.command()
+    def send() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["send"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err
 
 
 # -- the demo's plan -----------------------------------------------------------------------------------

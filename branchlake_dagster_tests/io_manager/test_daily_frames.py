@@ -378,7 +378,7 @@ def nested(wrap: Wrap, depth: int) -> tuple[Any, pa.DataType]:
     [
         (lambda value, kind: ([value], pa.list_(kind)), 49),
         (lambda value, kind: ([("a", value)], pa.map_(pa.string(), kind)), 49),
-        (lambda value, kind: ({"a": value}, pa.struct([("a", kind)])), 49),
+        (lambda value, kind: ({"a": value}, pa.struct([("a", kind)])), 60),
     ],
     ids=["list", "map", "struct"],
 )

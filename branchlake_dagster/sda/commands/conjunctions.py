@@ -94,10 +94,9 @@ def conjunctions(
 
     reader = connect(load_command_settings(None).settings)
     wanted = ConjunctionFilter(objects, since, until, within_km, kinds)
-    for moment in [at] if changes_since is None else [at, changes_since]:
-        if label := find_missing_list(reader, moment):
-            click.echo(f"No close approach was published yet. Read at {label}.", err=True)
-            return
+    if label := find_missing_list(reader, at):
+        click.echo(f"No close approach was published yet. Read at {label}.", err=True)
+        return
     if cdm_folder is not None and originator is not None:
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
         return
@@ -106,7 +105,10 @@ def conjunctions(
     else:
         everything = ConjunctionFilter(objects)
         after, read_at = read_conjunctions(reader, everything, at=at)
-        before, was = read_conjunctions(reader, everything, at=changes_since)
+        was = find_missing_list(reader, changes_since)
+        before = after.clear()
+        if was is None:
+            before, was = read_conjunctions(reader, everything, at=changes_since)
         found, read_at = wanted.select_changes(compare_conjunctions(before, after)), f"{read_at}, since {was}"
     if as_csv:
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))

@@ -23,9 +23,7 @@ ONE = dg.RetryPolicy(max_retries=1)
 LATE = ("attempt_late",)
 
 
-def commit_late(
-    lakehouse: LakehouseResource, key: dg.AssetKey, mode: WriteMode, *, by_code: bool = False
-) -> None:
+def commit_late(lakehouse: LakehouseResource, key: dg.AssetKey, mode: WriteMode) -> None:
     """Commit the row of the first attempt, as the Spark server does for a process that was killed."""
     table = spark_like(lakehouse).load_table(tuple(key.path))
     snapshot = table.current_snapshot()
@@ -36,8 +34,6 @@ def commit_late(
         for name, value in snapshot.summary.additional_properties.items()
         if name.startswith(LakeProperty.PREFIX)
     } | {LakeProperty.ATTEMPT: "1"}
-    if by_code:
-        properties[LakeProperty.CODE_OF_STEP] = properties.pop(LakeProperty.STEP)
     write = table.append if mode == "append" else table.overwrite
     write(pa.table({"n": [1]}), snapshot_properties=properties)
 
@@ -62,28 +58,6 @@ def test_a_late_commit_of_an_earlier_attempt_is_not_published(
     def is_positive(t: pl.DataFrame, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
         if when == "after the check":
             commit_late(lakehouse, is_positive.check_key.asset_key, mode)
-        return dg.AssetCheckResult(passed=bool((t["n"] > 0).all()))
-
-    with project(lakehouse, t, other, is_positive) as p:
-        outcome = p.settle(p.run())
-        assert (outcome.state, outcome.codes) == (RunState.BLOCKED, LATE)
-
-
-def test_a_late_commit_of_the_code_of_an_earlier_attempt_is_not_published(
-    lakehouse: Lakehouse, namespace: str
-) -> None:
-    @dg.asset(key=[namespace, "t"], retry_policy=ONE)
-    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
-        if context.retry_number == 0:
-            raise RuntimeError("the process was killed while Spark wrote")
-        return pl.DataFrame({"n": [2]})
-
-    @dg.asset(key=[namespace, "other"], deps=[t], metadata=FREE)
-    def other(lakehouse: LakehouseResource) -> None:
-        commit_late(lakehouse, t.key, "append", by_code=True)
-
-    @dg.asset_check(asset=t, additional_deps=[other])
-    def is_positive(t: pl.DataFrame) -> dg.AssetCheckResult:
         return dg.AssetCheckResult(passed=bool((t["n"] > 0).all()))
 
     with project(lakehouse, t, other, is_positive) as p:
