@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from datetime import UTC, datetime
+
+import polars as pl
 import pytest
 from click.testing import CliRunner
 
@@ -35,3 +39,34 @@ def test_a_list_without_a_table_is_empty(
     result = CliRunner().invoke(main, ["sda", *options])
     assert (result.exit_code, result.stdout) == (0, ""), result.output
     assert "Read at" in result.stderr
+
+
+def test_every_close_approach_is_new_since_a_state_before_the_first_list(
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
+    monkeypatch.setenv("BRANCHLAKE_NESSIE_URI", str(lakehouse.settings.nessie_uri))
+    before = lakehouse.nessie.reference("main").hash
+    at = datetime(2026, 8, 11, 12, tzinfo=UTC)
+    listed = pl.DataFrame(
+        {
+            "event_id": ["e1"],
+            "kind": ["encounter"],
+            "tca": [at],
+            "miss_distance_km": [1.5],
+            "sat1_object_designator": [1],
+            "sat2_object_designator": [2],
+            "screened_from": [at],
+            "screened_until": [at],
+            "threshold_km": [5.0],
+        }
+    ).to_arrow()
+    names = pl.DataFrame({"sat_no": [1, 2], "object_name": ["A", "B"]}).to_arrow()
+    catalog = lakehouse.catalog("main")
+    catalog.create_namespace("sda")
+    for table, rows in (("conjunctions", listed), ("catalogue", names)):
+        catalog.create_table(("sda", table), rows.schema).append(rows)
+
+    result = CliRunner().invoke(main, ["sda", "conjunctions", "--csv", "--changes-since", before])
+    assert result.exit_code == 0, result.output
+    assert pl.read_csv(io.StringIO(result.stdout))["change"].to_list() == ["new"]
