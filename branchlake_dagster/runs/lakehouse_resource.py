@@ -352,7 +352,7 @@ class LakehouseResource(LakeConfig):
 
         The reference is the run's branch, or `main` outside a run. In a run that repeats checks for the
         publisher, it is `name@hash`, which is read-only. Raises ConfigurationError if the resource belongs to
-        another run than the step that uses it, or to a run that has ended.
+        a run that is over.
         """
         self._require_own_run()
         if self._run_branch is None:
@@ -377,7 +377,7 @@ class LakehouseResource(LakeConfig):
             return
         if self._ended is not None and self._ended():
             raise ConfigurationError(
-                "This lake resource belongs to another run, whose branch it would read and write.",
+                "This lake resource belongs to a run that is over, whose branch it would read and write.",
                 run_id=self._run_id,
                 branch=self._pinned or run_branch_name(self._run_id),
                 hint="Do not keep a resource for longer than its step: request it in each asset, or call"
