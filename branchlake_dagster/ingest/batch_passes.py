@@ -113,13 +113,13 @@ class BatchPasses:
             self._records.load_frame(self._batch_context.session(), one, tasks=self._tasks) for one in pieces
         ]
         frame = reduce(DataFrame.unionAll, [one.frame for one in loaded])
-        sizes = [one.total_bytes for one in loaded if one.total_bytes is not None]
+        sizes = [one.most_bytes for one in loaded if one.most_bytes is not None]
         if self._planned_batch.progress.replay_offsets:
             frame = with_waiting_tables(
                 frame, self._planned_batch.ingestion_tables.dead_letter_table, join_ranges(pieces)
             )
-        total_bytes = sum(sizes) if len(sizes) == len(loaded) else None
-        return self._run_on_frame(frame, ingestion_tables, total_bytes)
+        most_bytes = sum(sizes) if len(sizes) == len(loaded) else None
+        return self._run_on_frame(frame, ingestion_tables, most_bytes)
 
     def run_on_empty_record(self) -> None:
         """Make a pass over one record without timestamp, key, value and headers.
@@ -144,9 +144,9 @@ class BatchPasses:
         delete_files(evolution.scanned, evolution.targets)
 
     def _run_on_frame(
-        self, frame: DataFrame, ingestion_tables: IngestionTables, total_bytes: int | None = None
+        self, frame: DataFrame, ingestion_tables: IngestionTables, most_bytes: int | None = None
     ) -> PassResult:
-        """Make a pass over the records of `frame`. `total_bytes` is their estimated size, None if unknown."""
+        """Make a pass over the records of `frame`. `most_bytes` is described in `LoadedRecords`."""
         staged: dict[int, tuple[Identifier, Table]] = {}
 
         def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
@@ -171,7 +171,7 @@ class BatchPasses:
                     targets,
                     min_offsets,
                     work,
-                    total_bytes=total_bytes,
+                    most_bytes=most_bytes,
                 )
 
         topics = self._planned_batch.topics

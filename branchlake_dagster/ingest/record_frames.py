@@ -10,6 +10,7 @@ about 2n records in total.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -228,16 +229,20 @@ class RawRecord:
     headers: Sequence[tuple[str, bytes | None]] = ()
 
 
+MAX_ARROW_RECORDS = 2_500
+"""The most records that Spark sends to a worker at once."""
+
+
 @dataclass(frozen=True)
 class LoadedRecords:
     """Records that Spark will read.
 
-    The columns of `frame` are `RECORD_COLUMNS` with the prefix `__`. `total_bytes` estimates the size of all
-    records together in bytes; None if it is not known.
+    The columns of `frame` are `RECORD_COLUMNS` with the prefix `__`. `most_bytes` estimates the largest size
+    of `MAX_ARROW_RECORDS` successive records in bytes; None if it is not known.
     """
 
     frame: DataFrame
-    total_bytes: int | None = None
+    most_bytes: int | None = None
 
 
 class Records(Protocol):
@@ -405,6 +410,23 @@ def _check_offsets(file: LandingFile) -> int:
     return sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
 
 
+def estimate_most_bytes(files: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that `MAX_ARROW_RECORDS` successive records can have.
+
+    `files` has the number of records and the bytes of each file. Spark reads the records of a file in order,
+    but the files in any order. So such records are some whole files with fewer records, and parts of two more
+    files.
+    """
+    total_bytes = largest_file = 0
+    largest_mean = 0.0
+    for rows, size in files:
+        total_bytes += size
+        largest_file = max(largest_file, size)
+        if 0 < rows < MAX_ARROW_RECORDS:
+            largest_mean = max(largest_mean, size / rows)
+    return min(total_bytes, 2 * largest_file + math.ceil(MAX_ARROW_RECORDS * largest_mean))
+
+
 def _read_whole_file(file: LandingFile) -> None:
     """Read the columns of the records, batch by batch. Raises LandingDamaged or LandingUnavailable."""
     _check_offsets(file)
@@ -434,7 +456,7 @@ class LandingRecords:
         self._landing = Landing(folder)
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> LoadedRecords:
-        """Return the records of the ranges. Their size is that of their whole files without compression.
+        """Return the records of the ranges. Their size is estimated from the footers of their files.
 
         Spark reads the files later; if one is removed before that, the batch fails. Raises LandingDamaged,
         OffsetsGone, LandingUnavailable or TopicReplaced.
@@ -445,9 +467,7 @@ class LandingRecords:
             for partition, offset_range in sorted(ranges.items())
             for file in self._files_of_range(partition, offset_range)
         ]
-        total_bytes = 0
-        for file in files:
-            total_bytes += _check_offsets(file)
+        most_bytes = estimate_most_bytes((file.rows, _check_offsets(file)) for file in files)
         conditions = [
             (F.col("topic") == partition.topic)
             & (F.col("partition") == partition.partition)
@@ -461,7 +481,7 @@ class LandingRecords:
         )
         frame = reader.parquet(*(f"file://{file.path.absolute()}" for file in files))
         frame = frame.where(any_of(conditions)).coalesce(tasks)
-        return LoadedRecords(_with_prefix(frame), total_bytes)
+        return LoadedRecords(_with_prefix(frame), most_bytes)
 
     def _files_of_range(self, partition: TopicPartition, offset_range: OffsetRange) -> list[LandingFile]:
         return self._landing.files_with_offsets(

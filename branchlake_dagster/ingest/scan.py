@@ -43,15 +43,15 @@ from branchlake_dagster.ingest.prepared_records import (
     mapped_fields,
     row_columns,
 )
+from branchlake_dagster.ingest.record_frames import MAX_ARROW_RECORDS
 from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarget, build_writer
 
 _ARROW = "spark.sql.execution.arrow"
-_MAX_RECORDS, _MAX_BYTES = 2_500, 64 << 20
-"""Limits for the records and bytes that Spark sends to a worker at once. To limit the bytes, Spark adds up
-all columns after each record, which took a sixth of a batch's time. So the byte limit is only set where
-records may be large: in a session's first batch unless all its records together are below the limit, after a
-batch with large records, and after a failed batch. Without it, 2,500 records of a megabyte would exceed the
-capacity of an Arrow vector."""
+_MAX_BYTES = 64 << 20
+"""The limit for the bytes that Spark sends to a worker at once. To keep it, Spark adds up all columns after
+each record, which took a sixth of a batch's time. So it is only set where records may be large: in a
+session's first batch unless their files show that they are small, after a batch with large records, and
+after a failed batch. Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow vector."""
 _NO_BOUND = (1 << 31) - 1
 _small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
@@ -114,19 +114,19 @@ def scan_records(
     min_offsets: Mapping[str, Offsets],
     work: Work,
     *,
-    total_bytes: int | None = None,
+    most_bytes: int | None = None,
 ) -> ScanResult:
     """Convert the records, write them to data files of the targets, and count them. Commits nothing.
 
     `min_offsets` has the offsets below which each table takes no records. Stored records, which have a column
     of their topic's incarnation, may be from several incarnations of a topic. Records that are read from
-    topics are from one incarnation of each. `total_bytes` estimates the size of all records together in
-    bytes; None if it is not known.
+    topics are from one incarnation of each. `most_bytes` estimates the largest size of `MAX_ARROW_RECORDS`
+    successive records in bytes; None if it is not known.
     """
     session = records.sparkSession
-    is_small_batch = total_bytes is not None and total_bytes <= _MAX_BYTES
+    are_small_records = most_bytes is not None and most_bytes <= _MAX_BYTES
     needs_no_limit = session in _small_record_sessions or (
-        is_small_batch and session not in _large_record_sessions
+        are_small_records and session not in _large_record_sessions
     )
     _limit_batch_bytes(session, _NO_BOUND if needs_no_limit else _MAX_BYTES)
     _small_record_sessions.discard(session)
@@ -158,7 +158,7 @@ def scan_records(
             result.counts.update(counts["counts"])
             for name, time_ms in counts["latest"].items():
                 result.latest_ms[name] = max(time_ms, result.latest_ms.get(name, time_ms))
-    if result.counts["bytes"] * _MAX_RECORDS < _MAX_BYTES * result.counts["records"]:
+    if result.counts["bytes"] * MAX_ARROW_RECORDS < _MAX_BYTES * result.counts["records"]:
         _small_record_sessions.add(session)
         _large_record_sessions.discard(session)
     return result
@@ -167,10 +167,10 @@ def scan_records(
 def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
     """Limit the Arrow batches that the session sends to workers, unless it has that limit already.
 
-    A batch then has at most `max_bytes` bytes, and at most `_MAX_RECORDS` records.
+    A batch then has at most `max_bytes` bytes, and at most `MAX_ARROW_RECORDS` records.
     """
     if _byte_limits.get(session) != max_bytes:
-        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MAX_RECORDS))
+        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(MAX_ARROW_RECORDS))
         session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(max_bytes))
         _byte_limits[session] = max_bytes
 
