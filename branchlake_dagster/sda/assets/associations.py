@@ -7,7 +7,6 @@ import dagster as dg
 import numpy as np
 import pyarrow as pa
 from pyspark.sql import DataFrame
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import LakehouseResource, column_metadata, consumes, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
@@ -22,7 +21,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.windows import window_of
 
 ASSOCIATIONS = dg.AssetKey(["sda", "associations"])
@@ -68,8 +67,8 @@ def association_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
             sigma_km = assumed_position_sigma(elements, middle)
         else:
             sigma_km = model.position_sigma(elements, middle)
-        associate = pickle_by_value(associate_batches(elements, sigma_km, start, end, models))
+        associate = associate_batches(elements, sigma_km, start, end, models)
         by_sensor = observations.select(*OBSERVATION_INPUT).repartition("source_id")
-        return by_sensor.mapInArrow(associate, from_arrow_schema(ASSOCIATION_SCHEMA))
+        return map_in_arrow(by_sensor, associate, ASSOCIATION_SCHEMA)
 
     return associations

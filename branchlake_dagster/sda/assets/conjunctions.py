@@ -47,7 +47,7 @@ from branchlake_dagster.sda.reports.conjunction_report import (
     select_top_approaches,
 )
 from branchlake_dagster.sda.reports.pictures import to_markdown
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
 
@@ -135,9 +135,7 @@ def conjunctions(
     ).persist()
     try:
         counts = count_rows(rows)
-        top_approaches = rows.mapInArrow(
-            pickle_by_value(select_top_batches), from_arrow_schema(CONJUNCTION_SCHEMA)
-        ).toArrow()
+        top_approaches = map_in_arrow(rows, select_top_batches, CONJUNCTION_SCHEMA).toArrow()
         # One file, sorted: the list is read as a whole.
         yield dg.Output(
             rows.repartition(1).sortWithinPartitions("tca", "event_id"),

@@ -5,7 +5,6 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, GROUP
@@ -13,7 +12,7 @@ from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import QuarantinedObject
 from branchlake_dagster.sda.orbits.quarantine import QUARANTINE_INPUT, QUARANTINE_SCHEMA, quarantine_batches
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.windows import window_of
 
 QUARANTINED_OBJECTS = dg.AssetKey(["sda", "quarantined_objects"])
@@ -39,9 +38,7 @@ def quarantined_objects(context: dg.AssetExecutionContext, catalogue: DataFrame)
     start, end = window_of(context)
     # A published catalog has few files, which would give few tasks.
     objects = select_tracked(catalogue).select(*QUARANTINE_INPUT).repartition("sat_no")
-    return objects.mapInArrow(
-        pickle_by_value(quarantine_batches(start, end)), from_arrow_schema(QUARANTINE_SCHEMA)
-    )
+    return map_in_arrow(objects, quarantine_batches(start, end), QUARANTINE_SCHEMA)
 
 
 def of_tracked(catalogue: pa.Table) -> pa.Table:

@@ -10,7 +10,6 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import (
     LakehouseResource,
@@ -61,7 +60,7 @@ from branchlake_dagster.sda.registry.table_files import (
     open_table,
     partition_value,
 )
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 
 OBJECTS = dg.AssetKey(["sda", "objects"])
 ELEMENT_HISTORY = dg.AssetKey(["sda", "element_history"])
@@ -330,4 +329,4 @@ def _latest_collection(table: Table, file: DataFile) -> datetime | None:
 def satellites(satellite_entries: DataFrame) -> DataFrame:
     """List each object's owner, launch, decay and size, by the period in which the catalog stated them."""
     by_object = select_dated_entries(satellite_entries).repartition("sat_no")
-    return by_object.mapInArrow(pickle_by_value(build_periods), from_arrow_schema(period_schema()))
+    return map_in_arrow(by_object, build_periods, period_schema())

@@ -15,7 +15,6 @@ from pydantic import Field
 from pyiceberg.catalog import Catalog
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import LakehouseResource, column_metadata, consumes, range_, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
@@ -39,7 +38,7 @@ from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import ConjunctionRisk
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M
 from branchlake_dagster.sda.windows import window_of
@@ -127,8 +126,8 @@ def conjunction_risks(
         }
     )
     in_hour, in_overlap = (
-        close_approaches(session, screening, some).mapInArrow(
-            pickle_by_value(assess_batches(states, start, select_own)), from_arrow_schema(RISK_SCHEMA)
+        map_in_arrow(
+            close_approaches(session, screening, some), assess_batches(states, start, select_own), RISK_SCHEMA
         )
         for some, select_own in (
             (tasks, ownership.select_in_hour),
@@ -185,6 +184,4 @@ def elements_of_tracks(fused_tracks: DataFrame, objects: DataFrame) -> pa.Table:
         ),
         on="sat_no",
     )
-    return joined.mapInArrow(
-        pickle_by_value(fit_track_elements), from_arrow_schema(TRACK_ELEMENT_SCHEMA)
-    ).toArrow()
+    return map_in_arrow(joined, fit_track_elements, TRACK_ELEMENT_SCHEMA).toArrow()

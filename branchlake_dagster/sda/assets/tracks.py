@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import dagster as dg
 import numpy as np
 from pyspark.sql import DataFrame
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import LakehouseResource, column_metadata, consumes, table_metadata
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
@@ -26,7 +25,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.windows import window_of
 
 FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
@@ -81,9 +80,7 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
             "observation_id", "sat_no"
         )
         joined = observations.drop("sat_no").join(assigned, on="observation_id").join(objects, on="sat_no")
-        return joined.repartition("sat_no").mapInArrow(
-            pickle_by_value(fuse_batches(start, end, models, prior)),
-            from_arrow_schema(track_schema(list(models))),
-        )
+        by_object = joined.repartition("sat_no")
+        return map_in_arrow(by_object, fuse_batches(start, end, models, prior), track_schema(list(models)))
 
     return fused_tracks

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA, PAIR, as_batch, merge_batches
 from branchlake_dagster.sda.conjunctions.listing import CONJUNCTION_SCHEMA, LIST_INPUT_SCHEMA, ListBuilder
 from branchlake_dagster.sda.conjunctions.rescreening import Plan
 from branchlake_dagster.sda.conjunctions.tasks import Screening, Task
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 
 
 def close_approaches(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
@@ -22,7 +21,7 @@ def close_approaches(session: SparkSession, screening: Screening, tasks: Sequenc
     Rows of the kind `together` from several tasks are merged into one row per pair.
     """
     by_pair = _run_tasks(session, screening, tasks).repartition(*PAIR)
-    return by_pair.mapInArrow(pickle_by_value(merge_batches), from_arrow_schema(ENCOUNTER_SCHEMA))
+    return map_in_arrow(by_pair, merge_batches, ENCOUNTER_SCHEMA)
 
 
 def list_conjunctions(
@@ -48,16 +47,14 @@ def list_conjunctions(
     if earlier is not None:
         found = found.unionByName(earlier.withColumn("is_earlier", F.lit(True)))
     by_pair = found.select(*LIST_INPUT_SCHEMA.names).repartition(*PAIR)
-    return by_pair.mapInArrow(pickle_by_value(builder.build_batches), from_arrow_schema(CONJUNCTION_SCHEMA))
+    return map_in_arrow(by_pair, builder.build_batches, CONJUNCTION_SCHEMA)
 
 
 def _run_tasks(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
     """Return the close approaches of all tasks, without merging."""
     # A range has one row in each partition. A shuffle could put several tasks into one partition.
     numbers = session.range(0, len(tasks), 1, max(1, len(tasks)))
-    return numbers.mapInArrow(
-        pickle_by_value(_batches(screening, tasks)), from_arrow_schema(ENCOUNTER_SCHEMA)
-    )
+    return map_in_arrow(numbers, _batches(screening, tasks), ENCOUNTER_SCHEMA)
 
 
 def _batches(

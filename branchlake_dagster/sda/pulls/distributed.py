@@ -10,7 +10,6 @@ from datetime import UTC
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.parts import PART_CHARS, divide_text
@@ -34,7 +33,7 @@ from branchlake_dagster.sda.pulls.arrow import (
 )
 from branchlake_dagster.sda.registry.satcat import is_satcat
 from branchlake_dagster.sda.registry.sources import source_name
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.sources import GpFile
 
 _COMPRESSION_LEVEL = 1
@@ -77,10 +76,10 @@ def parse_pulls(
     """
     parts = build_parts(files, limits, part_chars)
     frame = session.createDataFrame(parts).repartition(parts.num_rows)
-    schema = from_arrow_schema(record_schema())
-    parsed = frame.mapInArrow(pickle_by_value(parse_batches(limits)), schema)
+    schema = record_schema()
+    parsed = map_in_arrow(frame, parse_batches(limits), schema)
     by_object = parsed.repartition("snapshot_id", "sat_no")
-    records = by_object.mapInArrow(pickle_by_value(keep_latest_batches), schema).persist()
+    records = map_in_arrow(by_object, keep_latest_batches, schema).persist()
     try:
         found = records.groupBy("snapshot_id", "kind", "reason").count().collect()
         counts = {(row[0], row[1], row[2]): int(row[3]) for row in found}

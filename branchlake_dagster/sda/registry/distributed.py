@@ -45,7 +45,7 @@ from branchlake_dagster.sda.registry.periods import arrow_schema
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.sda.registry.sources import feed_name, source_name
 from branchlake_dagster.sda.registry.table_files import pack_file, unpack_file
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.sources import snapshot_time
 
 Batches = Iterable[pa.RecordBatch]
@@ -234,8 +234,7 @@ class _WorkerReports:
 
 
 def _merge_on_workers(inputs: Mapping[str, DataFrame], merge: Merge) -> _WorkerReports:
-    function = pickle_by_value(build_merge(merge))
-    merged = combine_inputs(inputs).repartition("sat_no").mapInArrow(function, from_arrow_schema(_SENT_BACK))
+    merged = map_in_arrow(combine_inputs(inputs).repartition("sat_no"), build_merge(merge), _SENT_BACK)
     reports = _WorkerReports()
     for row in merged.toArrow().to_pylist():
         if row["kind"] == _FILE:

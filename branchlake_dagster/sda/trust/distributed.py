@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS
-from branchlake_dagster.sda.shipping import pickle_by_value
+from branchlake_dagster.sda.shipping import map_in_arrow
 from branchlake_dagster.sda.trust.arrow import (
     COMPARED_OBJECT_SCHEMA,
     FACTOR_SCHEMA,
@@ -138,7 +137,7 @@ def build_model_id(newest_micros: int, hashed_rows: bytes, growth: pa.Table) -> 
 
 
 def _map(frame: DataFrame, function: BatchFunction, schema: pa.Schema) -> DataFrame:
-    return frame.mapInArrow(pickle_by_value(function), from_arrow_schema(schema))
+    return map_in_arrow(frame, function, schema)
 
 
 def _select_recent(history: DataFrame, days: float) -> tuple[int, int, DataFrame]:
