@@ -38,6 +38,13 @@ def test_what_is_kept_remains() -> None:
     assert choose_extended(SECONDS, REACHED, budget_s=0, kept=kept) == {"a.py::wide", "a.py::alone"}
 
 
+def test_the_longest_are_left_out_unless_they_are_kept() -> None:
+    seconds = {"a.py::x": 50.0, "b.py::y": 60.0, "c.py::text": 70.0, "d.py::z": 30.0}
+    found = reached(a__x=[1], b__y=[2], d__z=[3])
+    extended = {"a.py::x", "c.py::text"}
+    assert choose_extended(seconds, found, kept=["b.py::y"], budget_s=900, longest_s=40) == extended
+
+
 def test_the_shortest_of_a_file_and_those_that_reach_nothing_remain() -> None:
     seconds = {"a.py::x": 3.0, "a.py::y": 2.0, "a.py::text": 4.0}
     assert choose_extended(seconds, reached(a__x=[1], a__y=[1]), budget_s=0) == {"a.py::x"}
