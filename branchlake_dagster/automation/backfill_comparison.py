@@ -72,7 +72,7 @@ class Comparison:
     def sums(self) -> dict[str, tuple[Number | None, Number | None]]:
         """The sums of each numeric column, as (before, now).
 
-        None for a column without values, and for a column that this state does not have.
+        The sum of a state is None if its column has no values, or if it does not have the column.
         """
         names = dict.fromkeys((*self.before.sums, *self.after.sums))
         return {name: (self.before.sums.get(name), self.after.sums.get(name)) for name in names}

@@ -124,8 +124,8 @@ def maintenance(
 def incremental(as_json: bool, rounds: int, sizes: str) -> None:
     """Compare incremental assets with a look-back.
 
-    Times a pipeline of two stages by changes, the same pipeline that recomputes 14 days, and change capture
-    alone.
+    Times a pipeline of two stages that computes only what has changed, the same pipeline if it computes the
+    last 14 days again, and change capture alone.
     """
     from branchlake_dagster.bench.incremental import measure_incremental, show_incremental
     from branchlake_dagster.bench.incremental_feed import SIZES

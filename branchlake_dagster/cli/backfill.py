@@ -109,8 +109,8 @@ def build_request(
     """Return the request for the given partitions, or for the whole asset with `everything`.
 
     Without `partitions` and `everything`, the request is for the partitions that an older code version of
-    the asset computed. The result is None if it computed none of them, and if the code version of each
-    partition is known.
+    the asset computed, and it counts the partitions whose code version is not known. The result is None if
+    there are neither: then nothing needs to be computed again.
 
     Raises ConfigurationError if the code location has no such asset.
     """

@@ -271,7 +271,7 @@ def _add_ownerless_branches(examination: Examination, home: Path, settings: Sett
 
 
 def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
-    """Return those of the reaper's decisions that keep a branch although its run is unknown here.
+    """Return the reaper's decisions to keep a branch whose run this Dagster instance does not know.
 
     Only inactive run branches are returned: no writer has a fresh heartbeat, and the newest commit is older
     than `grace`, or its age is unknown.

@@ -34,7 +34,10 @@ _MAX_WRITTEN_VERSION = 2
 
 
 class RowProof:
-    """Compares the rows before and after one compaction. `session` is a Spark session on its branch."""
+    """Compares the rows before and after one compaction by checksums.
+
+    `session` is a Spark session on the compaction's branch.
+    """
 
     def __init__(self, client: NessieClient, tables: IcebergTableFormat, session: SparkSession) -> None:
         self._client = client

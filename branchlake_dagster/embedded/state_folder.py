@@ -86,7 +86,8 @@ def make_private_folder(folder: Path) -> Path:
 def write_secret(path: Path, secret: str) -> None:
     """Atomic: write a text file that other users can never read, not even while it is incomplete.
 
-    Replaces an existing file. Its folder is made private, too. Raises OSError or ConfigurationError.
+    Replaces an existing file. Its folder is made private, too. Raises OSError, or ConfigurationError if the
+    folder cannot be made private.
     """
     make_private_folder(path.parent)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")

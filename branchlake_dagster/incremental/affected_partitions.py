@@ -410,7 +410,7 @@ def _overlapping_window_keys(
     start: datetime,
     end: datetime,
 ) -> Sequence[str]:
-    """Return the keys of the windows, from `first` to `last`, that overlap an interval.
+    """Return the keys of the windows, from `first` to `last` (both included), that overlap an interval.
 
     The interval is from `start`, included, to `end`, excluded.
     """

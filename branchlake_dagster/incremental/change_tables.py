@@ -41,7 +41,10 @@ from branchlake_dagster.tables.specification import format_table_name
 
 @dataclass
 class ChangeTable:
-    """A change table, and the paths of files written for it: metadata, manifests and copied rows."""
+    """A table that contains only changed rows of its source, for Spark to read.
+
+    `written_paths` has the files that were written for it: metadata, manifests and copied rows.
+    """
 
     table: Table
     written_paths: list[str] = field(default_factory=list)

@@ -282,7 +282,7 @@ class BatchPasses:
         targets: BatchTargets,
         min_offsets: Mapping[str, Offsets],
     ) -> pa.Table:
-        """Return the rows of kept records for these records, without records that were kept earlier.
+        """Return the rows of these records for the table of kept records, except records that it has already.
 
         `min_offsets` has the offsets below which each table takes no records. The result has no rows if the
         ingestion keeps no records.

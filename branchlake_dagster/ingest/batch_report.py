@@ -190,7 +190,10 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
 
 
 def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
-    """Return the metadata of one table of a batch. `number` is the table's index in `result.targets`."""
+    """Return Dagster's metadata of a batch's materialization of one table.
+
+    `number` is the table's index in `result.targets`.
+    """
     target = result.targets[number]
     rows = result.count_rows(number)
     metadata: dict[str, Any] = {

@@ -303,9 +303,9 @@ class GuardedTransport:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """Send one request by the inner transport, and return its result.
+        """Send one request by the inner transport, see `Transport.send`.
 
-        Raises NessieUnavailable if the breaker blocks the request.
+        Raises NessieUnavailable if the breaker blocks the request, and the errors of the inner transport.
         """
         if wait := self._breaker.seconds_to_wait():
             raise NessieUnavailable(

@@ -358,6 +358,8 @@ class IcebergTableFormat:
     ) -> StagedState:
         """Append the steps of `run_change` to `target`, one snapshot each, with their summaries.
 
+        `after` is the table as the run left it.
+
         Writes manifests. Raises ReplayImpossible if PyIceberg refuses a step; the written files are deleted
         then.
         """

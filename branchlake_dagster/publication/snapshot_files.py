@@ -148,7 +148,7 @@ class SnapshotFiles:
         return stored
 
     def reader_for(self, table: Table) -> Callable[[Snapshot], TouchedFiles]:
-        """Return a function that reads the files of a snapshot of the table.
+        """Return a function that reads which files a snapshot of the table added and removed.
 
         Files are described by the table's current columns and partition fields.
         """

@@ -393,7 +393,8 @@ def _stream_batches(
 ) -> pa.RecordBatchReader:
     """Return the rows as a stream of batches with `rows` rows each.
 
-    Raises QueryFailed or StoredFileDamaged, also while the stream is read.
+    `datasets` are the tables that the query reads: they name the damaged file of an error. Raises QueryFailed
+    or StoredFileDamaged, also while the stream is read.
     """
     import pyarrow as pa
 

@@ -310,9 +310,9 @@ class ReadSet:
         return self.step().is_serializable is not False
 
     def report_load(self, identifier: Identifier) -> None:
-        """Report that a table was loaded through the catalog, if reads in this thread are recorded.
+        """Report to Dagster's event log that a step loaded a table, if reads in this thread are recorded.
 
-        `identifier` is (namespace…, table). A table that the step has reported is not reported again.
+        `identifier` is (namespace…, table). A table is reported once in each step.
         """
         if self.is_recording():
             self.report_scan(PlanReads(frozenset({tuple(identifier)})))

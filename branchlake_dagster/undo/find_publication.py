@@ -15,7 +15,7 @@ _MAX_NAMED = 10
 
 
 class PublicationNotFound(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """`main` has no publication with this name, or several."""
+    """On `main`, no publication has an id that begins with the given text, or several have."""
 
 
 class UndoNotReversible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

@@ -277,9 +277,10 @@ class PublicationUndo:
     ) -> tuple[tuple[Publication, ...], _Plan]:
         """Plan the undo, and return the publications to undo, newest first, with the plan.
 
-        With followers, the publications that a dependency names are added, and the undo is planned again,
-        until no dependency is left or no publication can be added. The remaining dependencies are in the
-        plan.
+        A dependency is a later publication that needs what is undone. With followers, these publications are
+        undone too, and the undo is planned again, until no dependency is left or no publication can be added.
+        The remaining dependencies are in the plan. `undos` are the earlier undos on `main`. With
+        `keep_positions`, the positions of consumers and ingestions stay.
         """
         undone_ids = {name for entry in undos for name in list_undone_publications(entry)}
         publications: tuple[Publication, ...] = (publication,)

@@ -207,8 +207,8 @@ def _nearest_alert(micros: str) -> str:
 def _canceled(*, is_whole: bool) -> str:
     """Return SQL of the alerts that are canceled because they no longer have a risk.
 
-    With `is_whole`, these are all alerts that no risk matches. Otherwise they are those among them to which a
-    removed risk belonged.
+    With `is_whole`, all risks of the pair are known, and these are all alerts that no risk matches. Otherwise
+    only changed risks are known, and these are the alerts without a match to which a removed risk belonged.
     """
     is_open = "NOT alert.is_retracted AND NOT (alert.alert_id <=> matched.alert_id)"
     if is_whole:

@@ -86,7 +86,7 @@ def _value_to_json(value: object) -> object:
 
 
 def format_time(moment: datetime) -> str:
-    """Return a time as ISO 8601 in UTC with microseconds."""
+    """Return a time, which has a time zone, as ISO 8601 in UTC with microseconds."""
     return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
