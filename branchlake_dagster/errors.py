@@ -307,7 +307,9 @@ def format_first_line(error: BaseException, *, names_class: bool = True) -> str:
 
 
 class Transient:
-    """Marker: nothing was changed and the cause may be temporary, so the same call may be repeated.
+    """Marker: the cause may be temporary, and the same call may be repeated.
+
+    Nothing was changed, unless the error's class says otherwise.
 
     Examples:
         .. code-block:: python

@@ -153,8 +153,8 @@ def _is_database(path: Path) -> bool:
 def _copy_file(path: Path, copy: Path, earlier_copy: Path | None, is_database: bool) -> bool:
     """Copy one file, or link it to `earlier_copy` if it has not changed. Return whether it was linked.
 
-    A SQLite database (`is_database`) is copied by SQLite. It is not linked while its log has changes that the
-    file lacks.
+    A SQLite database (`is_database`) is copied by SQLite. It is not linked while a log or journal that is not
+    empty lies beside it.
 
     The copy gets the modification time that the file had before it was read. So if the file is changed during
     the copy, the times differ, and the next backup copies the file again.

@@ -133,7 +133,7 @@ def measure_checks(
 
 
 def _run_checked_asset(lake: Lakehouse, rows: int) -> tuple[str, float]:
-    """Write and check a partition in a run. Return the run's branch and the seconds of the check step."""
+    """Write two partitions and check one in a run. Return its branch and the seconds of the check step."""
 
     # Annotations of this module are strings, which Dagster does not resolve, so the class is assigned below.
     def sightings(spark: Any) -> None:

@@ -47,7 +47,10 @@ _CLAIMED_REASON = CodedReason("another process has claimed it meanwhile", "claim
 
 
 class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """The storage refused to delete a file of a discarded branch. The next sweep continues."""
+    """The storage refused to delete a file of a discarded branch.
+
+    Other files may have been deleted. The next sweep continues.
+    """
 
 
 @dataclass(frozen=True)

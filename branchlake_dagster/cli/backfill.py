@@ -108,11 +108,12 @@ def build_request(
 ) -> BackfillRequest | None:
     """Return the request for the given partitions, or for the whole asset with `everything`.
 
-    Without `partitions` and `everything`, the request is for the partitions that an older code version of
-    the asset computed, and it counts the partitions whose code version is not known. The result is None if
-    there are neither: then nothing needs to be computed again.
+    Without both, the request has the partitions that another code version of the asset computed. It also
+    names the partitions that another version may have computed; they are not computed again. The result is
+    None if there are neither.
 
-    Raises ConfigurationError if the code location has no such asset.
+    Raises ConfigurationError if the code location has no such asset, or without both for an asset that has no
+    code version.
     """
     key = AssetKey.from_user_string(asset)
     if not context.graph.has(key):

@@ -87,7 +87,7 @@ def write_secret(path: Path, secret: str) -> None:
     """Atomic: write a text file that other users can never read, not even while it is incomplete.
 
     Replaces an existing file. Its folder is made private, too. Raises OSError, or ConfigurationError if the
-    folder cannot be made private.
+    parent of its folder cannot be created or is not writable.
     """
     make_private_folder(path.parent)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")

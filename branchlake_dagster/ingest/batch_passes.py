@@ -284,8 +284,8 @@ class BatchPasses:
     ) -> pa.Table:
         """Return the rows of these records for the table of kept records, except records that it has already.
 
-        `min_offsets` has the offsets below which each table takes no records. The result has no rows if the
-        ingestion keeps no records.
+        That table has every record that batches have read. `min_offsets` has the offsets below which each
+        table takes no records. The result has no rows if the ingestion keeps no records.
         """
         offsets = {} if targets.kept_records is None else min_offsets.get(targets.kept_records.name, {})
         first_offsets = {

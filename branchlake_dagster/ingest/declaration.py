@@ -248,8 +248,8 @@ class Ingest:
             left out, and the batch has a note.
         keep_snapshots (int): Number of snapshots of a table that a live run keeps. It removes older ones when
             the table has a quarter more: every commit rewrites the metadata, which would grow with each
-            batch. Data files are not removed. Snapshots since a consumer's position are kept for a day at
-            most, and only while the table has at most four times this number.
+            batch. Data files are not removed. Snapshots since a consumer's position are kept too, if the
+            snapshot at the position is less than a day old and one of the newest four times this number.
         evolve (Sequence[Literal["add", "widen", "relax"]]): How a table may change for records that do not
             fit. `add`: fields without a column become columns; fields of JSON objects with their first value,
             fields of a schema (Avro, Protobuf, decoded values) at once. `widen`: for numbers that are too

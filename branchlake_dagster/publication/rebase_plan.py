@@ -127,7 +127,7 @@ class CommitPlan:
     def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
         """Accept a candidate without its changes, which `add_state` adds. Return None if it was accepted.
 
-        Returns Refused if a table that it read has changed, or if it lost a lease.
+        Returns Refused if rows of a table that it read have changed, or if it has not all of its leases.
         """
         try:
             self._require_leases(candidate)

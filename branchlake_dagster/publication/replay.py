@@ -356,12 +356,12 @@ class IcebergTableFormat:
     def replay(
         self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
     ) -> StagedState:
-        """Append the steps of `run_change` to `target`, one snapshot each, with their summaries.
+        """Return `target` with the steps of `run_change`, one snapshot each, with their summaries.
 
-        `after` is the table as the run left it.
+        `after` is the table as the run left it; it gives the columns of schema changes.
 
-        Writes manifests. Raises ReplayImpossible if PyIceberg refuses a step; the written files are deleted
-        then.
+        Writes manifests, and deletes them after an error. Raises ReplayImpossible if PyIceberg refuses a
+        step.
         """
         staged = StagedState(target.base, target.table, list(target.written_paths))
         self._apply_updates(

@@ -391,7 +391,7 @@ def _wrap_errors(datasets: Sequence[IcebergDataset], *kinds: type[Exception]) ->
 def _stream_batches(
     relation: DuckDBPyRelation, rows: int, datasets: Sequence[IcebergDataset]
 ) -> pa.RecordBatchReader:
-    """Return the rows as a stream of batches with `rows` rows each.
+    """Return the rows as a stream of batches with `rows` rows each, the last one perhaps with fewer.
 
     `datasets` are the tables that the query reads: they name the damaged file of an error. Raises QueryFailed
     or StoredFileDamaged, also while the stream is read.

@@ -15,7 +15,7 @@ _MAX_NAMED = 10
 
 
 class PublicationNotFound(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """On `main`, no publication has an id that begins with the given text, or several have."""
+    """The given text does not name one publication on `main`: it fits none or several, or is too short."""
 
 
 class UndoNotReversible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

@@ -277,10 +277,11 @@ class PublicationUndo:
     ) -> tuple[tuple[Publication, ...], _Plan]:
         """Plan the undo, and return the publications to undo, newest first, with the plan.
 
-        A dependency is a later publication that needs what is undone. With followers, these publications are
-        undone too, and the undo is planned again, until no dependency is left or no publication can be added.
-        The remaining dependencies are in the plan. `undos` are the earlier undos on `main`. With
-        `keep_positions`, the positions of consumers and ingestions stay.
+        A dependency is a reason why a table's change cannot be undone alone. With followers, the later
+        publications that the dependencies name are undone too, and the undo is planned again, until no
+        dependency is left, one names no run, or no publication can be added. The remaining dependencies are
+        in the plan. `undos` are the earlier undos on `main`. With `keep_positions`, the positions of
+        consumers and ingestions stay.
         """
         undone_ids = {name for entry in undos for name in list_undone_publications(entry)}
         publications: tuple[Publication, ...] = (publication,)
