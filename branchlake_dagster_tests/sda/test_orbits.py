@@ -6,7 +6,7 @@ from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits import frames
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
-from branchlake_dagster.sda.orbits.two_body import propagate_two_body, transition_matrices
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2, propagate_two_body, transition_matrices
 from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster_tests.sda.test_gp import L1, L2
 
@@ -83,6 +83,42 @@ def test_kepler_returns_and_its_transition_predicts(elements):
     predicted = matrix @ change
     # Second order in the change: 0.3 km and 0.2 m/s over half an orbit leave metres.
     assert np.abs(moved[0] - there[0] - predicted[:, :3]).max() < 5e-3
+
+
+@pytest.mark.parametrize("eccentricity", [0.0, 0.3, 0.95, 1.0, 1.5])
+@pytest.mark.parametrize("seconds", [-1500.0, 0.0, 5.0, 600.0, 4000.0])
+def test_transition_matrices_are_the_derivatives(eccentricity: float, seconds: float):
+    """They are also symplectic, as of any motion without friction."""
+    rng = np.random.default_rng(7)
+    n, perigee = 200, 7_000.0
+    anomaly = rng.uniform(-1.5, 1.5, n)
+    semi_latus = perigee * (1 + eccentricity)
+    radius = semi_latus / (1 + eccentricity * np.cos(anomaly))
+    flat = np.stack([np.cos(anomaly), np.sin(anomaly), np.zeros(n)], axis=-1) * radius[:, None]
+    speed = np.sqrt(MU_KM3_S2 / semi_latus)
+    motion = np.stack([-np.sin(anomaly), eccentricity + np.cos(anomaly), np.zeros(n)], axis=-1) * speed
+    turn = np.linalg.qr(rng.normal(size=(n, 3, 3)))[0]
+    position, velocity = (np.einsum("nij,nj->ni", turn, some) for some in (flat, motion))
+    span = np.full(n, seconds)
+    matrix = transition_matrices(position, velocity, span)
+    for column, step in enumerate([1e-2] * 3 + [1e-5] * 3):
+        change = np.eye(6)[column] * step
+        ahead, behind = (
+            np.concatenate(
+                propagate_two_body(position + sign * change[:3], velocity + sign * change[3:], span), axis=-1
+            )
+            for sign in (1, -1)
+        )
+        slope = (ahead - behind) / (2 * step)
+        scale = np.abs(slope[:, :3]).max() + 1, np.abs(slope[:, 3:]).max() + 1e-3
+        assert np.abs(slope - matrix[:, :, column])[:, :3].max() / scale[0] < 1e-5
+        assert np.abs(slope - matrix[:, :, column])[:, 3:].max() / scale[1] < 1e-5
+    form = np.block([[np.zeros((3, 3)), np.eye(3)], [-np.eye(3), np.zeros((3, 3))]])
+    # Kilometers and kilometers in ten minutes, so that the terms have similar sizes.
+    units = np.diag([1.0] * 3 + [600.0] * 3)
+    scaled = units @ matrix @ np.linalg.inv(units)
+    errors = np.abs(np.swapaxes(scaled, 1, 2) @ form @ scaled - form).max(axis=(1, 2))
+    assert (errors / np.abs(scaled).max(axis=(1, 2)) ** 2).max() < 1e-9
 
 
 def test_measurement_slopes_are_the_derivatives():

@@ -235,7 +235,7 @@ def model_pairs(
             share.
     """
     rows, objects = pairs
-    stations = _take_stations(observations.stations, rows)
+    stations = observations.stations.take(rows)
 
     def linearize(chosen: Rows, shift: Micros) -> PairModel:
         return _linearize(
@@ -244,7 +244,7 @@ def model_pairs(
             clock_sigma_s,
             (rows[chosen], objects[chosen]),
             kind,
-            _take_stations(stations, chosen),
+            stations.take(chosen),
             shift,
             sigma_factor,
             independent_share,
@@ -340,10 +340,4 @@ def _linearize(
         scale=np.stack([radial, radial, transverse, normal, normal, clock_sigma_s[rows]], axis=1),
         rate=np.linalg.norm(np.cross(position, velocity), axis=1) / radius**2,
         micros=stations.micros,
-    )
-
-
-def _take_stations(stations: Stations, rows: Rows) -> Stations:
-    return Stations(
-        stations.lat_deg[rows], stations.lon_deg[rows], stations.alt_km[rows], stations.micros[rows]
     )

@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +156,7 @@ class _Solver:
         self.has_prior = np.asarray(np.isfinite(parameter_sigma).all(axis=1))
         self.is_usable = np.asarray(reference.valid.all(axis=1))
         self.widths = observations.widths
+        self.groups = _group_by_kind(observations)
         has_value = np.arange(MAX_WIDTH) < self.widths[:, None]
         has_sigma = ((observations.sigma >= _SMALLEST_SIGMA) | ~has_value).all(axis=1)
         self.is_observed = self.is_usable[observations.row] & has_sigma
@@ -168,6 +170,7 @@ class _Solver:
 
     def _update_reference(self) -> None:
         """Compute the arrays that depend on the shifted reference."""
+        self.linearization: tuple[Floats, Floats] | None = None
         row, micros = self.observations.row, self.observations.stations.micros
         everyone = np.arange(len(self.elements))
         self.epoch_r, self.epoch_v = self.reference.interpolate(everyone, self.epoch + self.shift)
@@ -197,11 +200,20 @@ class _Solver:
         self.offset = state - np.concatenate([self.epoch_r, self.epoch_v], axis=1)
 
     def _linearize(self) -> tuple[Floats, Floats]:
-        """Return residuals (n, 6) and derivatives (n, 6, 6) by the offset in units of the noise."""
-        residual, slope = _residuals_and_slopes(
-            self.observations, self.at_r, self.at_v, self.mapping, self.offset
-        )
-        return self.weight * residual, self.weight[:, :, None] * (slope @ self.mapping)
+        """Return residuals (n, 6) and derivatives (n, 6, 6) by the offset in units of the noise.
+
+        Both are computed once for an offset: an iteration after `edit` uses them again.
+        """
+        if self.linearization is None:
+            moved = np.einsum("nij,nj->ni", self.mapping, self.offset[self.observations.row])
+            residual, slope = _residuals_and_slopes(
+                self.groups, self.at_r + moved[:, :3], self.at_v + moved[:, 3:]
+            )
+            self.linearization = (
+                self.weight * residual,
+                self.weight[:, :, None] * (slope @ self.mapping),
+            )
+        return self.linearization
 
     def iterate(self, count: int) -> None:
         """Improve the offsets by Gauss-Newton steps with the used observations."""
@@ -216,6 +228,7 @@ class _Solver:
             offset = self.offset + np.einsum("nij,nj->ni", self.covariance, right)
             # A diverging object must not overflow the others' arithmetic.
             self.offset = np.clip(np.where(self.is_determined[:, None], offset, 0.0), -1e4, 1e4)
+            self.linearization = None
 
     def edit(self) -> None:
         """Choose the observations of the next iteration, by their distances from an estimate without them."""
@@ -267,23 +280,39 @@ class _Solver:
         )
 
 
+@dataclass(frozen=True)
+class _KindGroup:
+    """The measurements of one kind of sensor: their rows, values and stations, and their model."""
+
+    rows: Rows
+    values: Floats
+    stations: Stations
+    model: MeasurementModel
+
+
+def _group_by_kind(observations: Observations) -> list[_KindGroup]:
+    """Return one group for each model of the observations, in the order of the models."""
+    groups = []
+    for kind, model in enumerate(observations.models):
+        rows = np.flatnonzero(observations.kind == kind)
+        values = observations.values[rows, : model.width]
+        groups.append(_KindGroup(rows, values, observations.stations.take(rows), model))
+    return groups
+
+
 def _residuals_and_slopes(
-    obs: Observations, at_r: Floats, at_v: Floats, mapping: Floats, offset: Floats
+    groups: Sequence[_KindGroup], position: Floats, velocity: Floats
 ) -> tuple[Floats, Floats]:
     """Return residuals (n, 6) and derivatives (n, 6, 6) of the measurements by the state.
 
-    Both are taken at the reference plus the offset, which ``mapping`` moves to the time of each measurement.
+    Both are taken at the state of each measurement, km and km/s (n, 3).
     """
-    moved = np.einsum("nij,nj->ni", mapping, offset[obs.row])
-    r, v = at_r + moved[:, :3], at_v + moved[:, 3:]
-    residual = np.zeros((len(r), MAX_WIDTH))
-    slope = np.zeros((len(r), MAX_WIDTH, 6))
-    for kind, model in enumerate(obs.models):
-        rows = np.flatnonzero(obs.kind == kind)
-        s = obs.stations
-        where = Stations(s.lat_deg[rows], s.lon_deg[rows], s.alt_km[rows], s.micros[rows])
-        expected, derivative = model.predict(r[rows], v[rows], where)
-        difference = obs.values[rows, : model.width] - expected
+    residual = np.zeros((len(position), MAX_WIDTH))
+    slope = np.zeros((len(position), MAX_WIDTH, 6))
+    for group in groups:
+        rows, model = group.rows, group.model
+        expected, derivative = model.predict(position[rows], velocity[rows], group.stations)
+        difference = group.values - expected
         angles = list(model.direction or ())
         difference[:, angles] = wrap_angle(difference[:, angles])
         residual[rows, : model.width] = difference

@@ -62,8 +62,10 @@ def choose_observations(
         is_used: (n,) Which observations the last estimate used.
         is_usable: (n,) Which observations may be used at all.
     """
-    scale = _noise_scale(row, objects, distance / chi2.median(widths), is_used)
-    excess = distance / (scale[row] * chi2.isf(EDIT_PROBABILITY, widths))
+    # Few widths, so each quantile is computed once.
+    known_widths, width_index = np.unique(widths, return_inverse=True)
+    scale = _noise_scale(row, objects, distance / np.asarray(chi2.median(known_widths))[width_index], is_used)
+    excess = distance / (scale[row] * np.asarray(chi2.isf(EDIT_PROBABILITY, known_widths))[width_index])
     worst = np.zeros(objects)
     np.maximum.at(worst, row[is_used], excess[is_used])
     is_outlier = (excess > 1) & (~is_used | (excess >= WORST_SHARE * worst[row]))

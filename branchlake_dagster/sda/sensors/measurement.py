@@ -16,9 +16,10 @@ the parallactic refraction, which is modeled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, local_axes, site_teme
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
@@ -52,6 +53,29 @@ class Stations:
     lon_deg: Floats
     alt_km: Floats
     micros: Micros
+
+    # `cached_property` has a lock, so the class could not be pickled for Spark's workers.
+    _cache: dict[str, tuple[Floats, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def states(self) -> tuple[Floats, Floats]:
+        """The positions (km) and velocities (km/s), both (n, 3), in TEME. They are computed once."""
+        if "states" not in self._cache:
+            self._cache["states"] = site_teme(self.lat_deg, self.lon_deg, self.alt_km, self.micros)
+        position, velocity = self._cache["states"]
+        return position, velocity
+
+    @property
+    def axes(self) -> tuple[Floats, Floats, Floats]:
+        """The east, north and up unit vectors (n, 3) in TEME. They are computed once."""
+        if "axes" not in self._cache:
+            self._cache["axes"] = local_axes(self.lat_deg, self.lon_deg, self.micros)
+        east, north, up = self._cache["axes"]
+        return east, north, up
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Stations:
+        """Return the given rows."""
+        return Stations(self.lat_deg[rows], self.lon_deg[rows], self.alt_km[rows], self.micros[rows])
 
 
 def light_delay(position: Floats, velocity: Floats, site: Floats) -> tuple[Floats, Floats, Floats]:
@@ -87,8 +111,8 @@ def predict_radar(position: Floats, velocity: Floats, stations: Stations) -> tup
         velocity: (n, 3) Their velocities, km/s.
         stations: The sites, and the times of reception.
     """
-    site, site_velocity = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
-    east, north, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
+    site, site_velocity = stations.states
+    east, north, up = stations.axes
     delay, earlier, earlier_velocity = light_delay(position, velocity, site)
     line, rate = earlier - (site - delay[:, None] * site_velocity), earlier_velocity - site_velocity
     distance = np.linalg.norm(line, axis=-1)
@@ -115,7 +139,7 @@ def predict_optical(position: Floats, velocity: Floats, stations: Stations) -> t
 
     The arguments are those of `predict_radar`.
     """
-    site, _ = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
+    site, _ = stations.states
     delay, earlier, _ = light_delay(position, velocity, site)
     line = earlier - site
     line = line + _parallactic_refraction(line, stations)
@@ -138,7 +162,7 @@ def _parallactic_refraction(line: Floats, stations: Stations) -> Floats:
     `ZENITH_PATH_KM`). This is the refraction of a spherical atmosphere in the first order of its scale height
     over the Earth's radius.
     """
-    _, _, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
+    _, _, up = stations.axes
     unit = line / np.linalg.norm(line, axis=-1)[:, None]
     cosine = np.sum(unit * up, axis=-1)[:, None]
     path = ZENITH_PATH_KM * np.exp(-stations.alt_km / SCALE_HEIGHT_KM)[:, None]
