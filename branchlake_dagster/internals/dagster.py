@@ -28,7 +28,6 @@ from dagster import (
     AssetCheckKey,
     AssetKey,
     AssetObservation,
-    AssetsDefinition,
     DagsterError,
     DagsterEvent,
     DagsterEventType,
@@ -126,6 +125,7 @@ __all__ = [
     "fail_backfill",
     "find_context_of_run",
     "find_job_resources",
+    "find_output_assets",
     "find_repository",
     "get_running_context",
     "import_repository",
@@ -145,7 +145,6 @@ __all__ = [
     "report_observations",
     "report_planned_again",
     "returns_frame",
-    "unselected_assets",
     "with_executor",
 ]
 
@@ -328,12 +327,13 @@ def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
     return resource_key
 
 
-def unselected_assets(assets: AssetsDefinition) -> frozenset[AssetKey]:
-    """Return the assets of a function with `can_subset=True` that the run's selection leaves out.
+def find_output_assets(step: Any) -> frozenset[AssetKey]:
+    """Return the assets that are outputs of a step, also those that the run does not select.
 
-    `assets` is the definition of the run's own job.
+    `step` is Dagster's StepExecutionContext.
     """
-    return frozenset(assets.node_keys_by_output_name.values()) - assets.keys
+    keys = (output.properties.asset_key for output in step.step.step_outputs)
+    return frozenset(key for key in keys if key is not None)
 
 
 def loaded_inputs(graph: AssetGraph, key: AssetKey) -> set[AssetKey]:

@@ -22,13 +22,15 @@ ADDING = ("append", "upsert")
 """Write modes that keep a step's earlier rows if the step writes again. Other modes replace these rows."""
 
 
-_SAME_STEP = (
+_SAME_OUTPUT = (
     LakeProperty.ROOT_RUN_ID,
     LakeProperty.BASE_HASH,
-    LakeProperty.STEP,
     LakeProperty.ASSET,
     LakeProperty.PARTITION,
 )
+"""The entries of a snapshot's summary that all attempts to write an output share. The key of the step is not
+among them: Dagster splits a step if an asset of another step lies between its assets, and a retry of single
+assets may not need the split."""
 _SAME_ATTEMPT = (LakeProperty.RUN_ID, LakeProperty.ATTEMPT)
 _MAIN = "main"
 
@@ -37,7 +39,7 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     """Remove the rows that earlier attempts of a step added to the table, and return the table.
 
     `properties` are the snapshot properties of the step's write. A snapshot of an earlier attempt has the
-    same root run, base hash, step, asset and partitions. The base hash is the commit of `main` from which the
+    same root run, base hash, asset and partitions. The base hash is the commit of `main` from which the
     run's branch was created. It distinguishes these snapshots from those of an earlier run, which may be
     published. Usually these snapshots are the newest ones, and the table is rolled back to the snapshot
     before them. If other writers wrote to the table in between, a new snapshot removes the files of the
@@ -122,8 +124,8 @@ def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str
     """Return the snapshots of all attempts of the step whose rows were not removed, in the given order.
 
     `ancestors` are snapshots of the table. `properties` are the snapshot properties of this attempt;
-    snapshots with the same step, asset, partitions and base belong to the step. Snapshots of this attempt are
-    included.
+    snapshots with the same root run, base, asset and partitions belong to the step. Snapshots of this attempt
+    are included.
     """
     undone = {
         snapshot_id
@@ -135,7 +137,8 @@ def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str
         for snapshot in ancestors
         if LakeProperty.UNDOES not in _summary_properties(snapshot)
         and str(snapshot.snapshot_id) not in undone
-        and _has_same_properties(snapshot, properties, _SAME_STEP)
+        and LakeProperty.STEP in _summary_properties(snapshot)
+        and _has_same_properties(snapshot, properties, _SAME_OUTPUT)
     ]
 
 

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from dagster import AssetKey, DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
+from dagster import DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
 from pyarrow import ArrowException
 from pydantic import PrivateAttr
 
@@ -35,8 +35,9 @@ from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
 from branchlake_dagster.runs.provenance import ReadSet, ReportedReads, find_running_step
 from branchlake_dagster.runs.retries import (
+    EarlierSteps,
     inherit_parent_branch,
-    load_finished_assets,
+    load_earlier_steps,
     undo_earlier_attempts,
 )
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
@@ -172,7 +173,7 @@ class LakehouseResource(LakeConfig):
     _instance: str | None = PrivateAttr(default=None)
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
     _retries_parent: bool = PrivateAttr(default=False)
-    _load_finished: Callable[..., Set[AssetKey]] | None = PrivateAttr(default=None)
+    _load_earlier: Callable[..., EarlierSteps] | None = PrivateAttr(default=None)
     _load_timeline: Callable[[str], BranchTimeline] | None = PrivateAttr(default=None)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
@@ -205,7 +206,7 @@ class LakehouseResource(LakeConfig):
             return
         self._run_id = run.run_id
         self._instance = load_instance_id(instance)
-        self._load_finished = partial(load_finished_assets, instance)
+        self._load_earlier = partial(load_earlier_steps, instance)
         self._load_timeline = partial(load_timeline, instance)
         self._ended = lambda: (
             (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
@@ -396,9 +397,9 @@ class LakehouseResource(LakeConfig):
 
         def undo() -> None:
             namespace = self.lakehouse.settings.default_namespace
-            finished: Set[AssetKey] = set()
-            if self._load_finished is not None:
-                finished = self._load_finished(location.branch, key, step.unselected_assets)
+            earlier = EarlierSteps(frozenset({key}))
+            if self._retries_parent and self._load_earlier is not None:
+                earlier = self._load_earlier(location.branch, key, step.assets)
             tables = undo_earlier_attempts(
                 self.lakehouse.nessie,
                 location.branch,
@@ -406,7 +407,8 @@ class LakehouseResource(LakeConfig):
                 key,
                 TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
                 {**self.maker_properties(), LakeProperty.CODE_OF_STEP: key},
-                {name for asset in finished if (name := find_table_name(asset, namespace))},
+                {name for asset in earlier.finished_assets if (name := find_table_name(asset, namespace))},
+                earlier.keys,
                 load_timeline=partial(self._load_timeline, location.branch) if self._load_timeline else None,
             )
             if tables:

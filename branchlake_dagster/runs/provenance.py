@@ -38,9 +38,9 @@ from pyiceberg.typedef import Identifier
 from branchlake_dagster.internals.dagster import (
     add_loaded_input_metadata,
     find_context_of_run,
+    find_output_assets,
     get_running_context,
     report_engine_event,
-    unselected_assets,
 )
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -200,14 +200,14 @@ class RunningStep:
     """The step that runs, and whether it writes a serializable asset.
 
     `key` is None if no step is known. `is_serializable` is None in threads that user code started, because
-    such a thread may still run in a later step. `attempt` counts from 1 within the run. `unselected_assets`
-    are the assets that the step's function can write, but not in this run.
+    such a thread may still run in a later step. `attempt` counts from 1 within the run. `assets` are the
+    selected assets that the step outputs: of the steps of a graph, only the last ones have such assets.
     """
 
     key: str | None
     is_serializable: bool | None
     attempt: int = 1
-    unselected_assets: frozenset[AssetKey] = frozenset()
+    assets: frozenset[AssetKey] = frozenset()
 
 
 def find_running_step(run_id: str | None = None) -> RunningStep:
@@ -231,7 +231,7 @@ def find_running_step(run_id: str | None = None) -> RunningStep:
         step.step.key,
         None if own_context is None else is_serializable,
         step.previous_attempt_count + 1,
-        frozenset() if assets is None else unselected_assets(assets),
+        frozenset() if assets is None else find_output_assets(step) & assets.keys,
     )
 
 

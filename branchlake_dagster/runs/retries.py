@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from dagster import AssetKey, DagsterInstance, DagsterRun
+from dagster import AssetKey, DagsterEventType, DagsterInstance, DagsterRun
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.nessie.client import NessieClient
@@ -161,20 +161,49 @@ def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) 
             )
 
 
-def load_finished_assets(
+@dataclass(frozen=True)
+class EarlierSteps:
+    """The steps of the runs on a branch that a running step repeats.
+
+    `keys` are the keys of these steps, with that of the running step. `finished_assets` are the assets that
+    they have materialized and that the running step does not write.
+    """
+
+    keys: frozenset[str]
+    finished_assets: frozenset[AssetKey] = frozenset()
+
+
+def load_earlier_steps(
     instance: DagsterInstance, branch: str, step: str, assets: Collection[AssetKey]
-) -> set[AssetKey]:
-    """Load which of `assets` a run on the branch has materialized in the step.
+) -> EarlierSteps:
+    """Load which steps of the runs on a branch the step of a retry repeats. `assets` are the step's assets.
 
     A retry of single assets repeats a step with `can_subset=True` for the assets that failed. The step's
-    other assets keep the rows that the parent wrote. Cost: no query without `assets`.
+    other assets keep the rows that the parent wrote. The parent's step may have another key: Dagster splits a
+    step if an asset of another step lies between its assets, and the retry may not need the split.
+
+    Cost: two queries to Dagster's event log per run.
     """
-    runs = load_runs_on_branch(instance, branch) if assets else ()
-    return {
+    runs = load_runs_on_branch(instance, branch)
+    keys = {step}.union(*(_load_planning_steps(instance, run.run_id, assets) for run in runs))
+    finished_assets = {
         asset
         for run in runs
         for asset, _, step_key in iter_materializations(instance, run.run_id)
-        if step_key == step and asset in assets
+        if step_key in keys and asset not in assets
+    }
+    return EarlierSteps(frozenset(keys), frozenset(finished_assets))
+
+
+def _load_planning_steps(instance: DagsterInstance, run_id: str, assets: Collection[AssetKey]) -> set[str]:
+    """Load the keys of the steps in which a run intended to materialize one of `assets`."""
+    if not assets:
+        return set()
+    logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
+    return {
+        entry.step_key
+        for entry in logged
+        if entry.step_key and entry.dagster_event is not None and entry.dagster_event.asset_key in assets
     }
 
 
@@ -225,6 +254,7 @@ def undo_earlier_attempts(
     read_metadata: ReadMetadata,
     properties: Mapping[str, str],
     finished_tables: Collection[str] = (),
+    earlier_keys: Collection[str] = (),
     load_timeline: Callable[[], BranchTimeline] | None = None,
 ) -> tuple[str, ...]:
     """Restore the tables that the code of earlier attempts of `step` wrote, and return their names.
@@ -232,6 +262,7 @@ def undo_earlier_attempts(
     Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
     access to the lake by a step that was attempted before. `finished_tables` are the dotted names of tables
     that an earlier attempt has finished and that this attempt does not write; they stay as they are.
+    `earlier_keys` are the keys that the step had in earlier runs on the branch, if they differ from `step`.
     `load_timeline` loads which steps could use Spark sessions; None if that is not known.
 
     Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each
@@ -247,8 +278,9 @@ def undo_earlier_attempts(
     entries = list(client.log(head.pinned_ref, since=base_hash, fetch_operations=True))
     keys = {operation.key for entry in entries for operation in entry.operations}
     base_contents = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
-    unnamed = _UnnamedCommits(step, base_hash, entries, load_timeline)
-    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step, read_metadata, unnamed)
+    step_keys = frozenset({step, *earlier_keys})
+    unnamed = _UnnamedCommits(step_keys, base_hash, entries, load_timeline)
+    all_histories = _find_own_tables(entries[::-1], dict(base_contents), step_keys, read_metadata, unnamed)
     histories = {
         key: history
         for key, history in all_histories.items()
@@ -316,18 +348,18 @@ def _list_missing_namespaces(
 class _UnnamedCommits:
     """Finds the writers of Spark's commits that name no step: deletes of whole files, and changes of tables.
 
-    `entries` are the commits of the branch since `base_hash`, newest first. `load_timeline` is called once,
-    at the first such commit.
+    `step_keys` are the keys of the repeated step. `entries` are the commits of the branch since `base_hash`,
+    newest first. `load_timeline` is called once, at the first such commit.
     """
 
     def __init__(
         self,
-        step: str,
+        step_keys: frozenset[str],
         base_hash: str,
         entries: Sequence[LogEntry],
         load_timeline: Callable[[], BranchTimeline] | None,
     ) -> None:
-        self._step = step
+        self._step_keys = step_keys
         self._numbers = {base_hash: 0} | {
             entry.commit.hash: number for number, entry in enumerate(reversed(entries), 1)
         }
@@ -340,10 +372,10 @@ class _UnnamedCommits:
             timeline = self._load_timeline() if self._load_timeline is not None else BranchTimeline()
             self._step_finder = StepFinder(timeline, self._numbers)
         steps = self._step_finder.find_possible_steps(application, self._numbers[commit_hash])
-        if steps == {self._step}:
+        if steps and steps <= self._step_keys:
             return _CommitWriter.OWN_CODE
         # No step: the code may have kept a session that an earlier step had opened.
-        is_uncertain = not steps or self._step in steps or None in steps
+        is_uncertain = not steps or None in steps or not steps.isdisjoint(self._step_keys)
         return _CommitWriter.UNCERTAIN if is_uncertain else _CommitWriter.OTHER
 
     def find_writer_of_change(self, entry: LogEntry) -> _CommitWriter:
@@ -364,7 +396,7 @@ class _UnnamedCommits:
 def _find_own_tables(
     oldest_first: Sequence[LogEntry],
     contents: dict[ContentKey, Content],
-    step: str,
+    step_keys: frozenset[str],
     read_metadata: ReadMetadata,
     unnamed: _UnnamedCommits,
 ) -> dict[ContentKey, _TableHistory]:
@@ -386,7 +418,7 @@ def _find_own_tables(
             if not isinstance(operation, Put | Delete):
                 continue
             writer = _writer_of_operation(
-                entry, operation, step, snapshots, read_metadata, metadata_locations, unnamed
+                entry, operation, step_keys, snapshots, read_metadata, metadata_locations, unnamed
             )
             is_possibly_own = writer in _POSSIBLY_OWN
             if is_possibly_own and _is_table_operation(operation, contents.get(key)):
@@ -415,7 +447,7 @@ def _is_table_operation(operation: Put | Delete, content_before: Content | None)
 def _writer_of_operation(
     entry: LogEntry,
     operation: Put | Delete,
-    step: str,
+    step_keys: frozenset[str],
     snapshots: dict[str, int],
     read_metadata: ReadMetadata,
     metadata_locations: Mapping[str, str],
@@ -423,9 +455,8 @@ def _writer_of_operation(
 ) -> _CommitWriter:
     properties = entry.commit.properties
     if LakeProperty.CODE_OF_STEP in properties:
-        return (
-            _CommitWriter.OWN_CODE if properties[LakeProperty.CODE_OF_STEP] == step else _CommitWriter.OTHER
-        )
+        is_own = properties[LakeProperty.CODE_OF_STEP] in step_keys
+        return _CommitWriter.OWN_CODE if is_own else _CommitWriter.OTHER
     content = operation.content if isinstance(operation, Put) else None
     new_snapshots: Sequence[Snapshot] | None = ()
     if isinstance(content, IcebergTable):
@@ -437,7 +468,9 @@ def _writer_of_operation(
     writers = {
         unnamed.find_writer(application, entry.commit.hash)
         if (application := find_deleting_application(snapshot)) is not None
-        else _writer_of_snapshot(snapshot.summary.additional_properties if snapshot.summary else {}, step)
+        else _writer_of_snapshot(
+            snapshot.summary.additional_properties if snapshot.summary else {}, step_keys
+        )
         for snapshot in new_snapshots
     }
     return next(
@@ -452,10 +485,12 @@ def _writer_of_operation(
     )
 
 
-def _writer_of_snapshot(summary: Mapping[str, str], step: str) -> _CommitWriter:
+def _writer_of_snapshot(summary: Mapping[str, str], step_keys: frozenset[str]) -> _CommitWriter:
     if LakeProperty.STEP in summary:
-        return _CommitWriter.IO_MANAGER if summary[LakeProperty.STEP] == step else _CommitWriter.OTHER
-    return _CommitWriter.OWN_CODE if summary.get(LakeProperty.CODE_OF_STEP) == step else _CommitWriter.OTHER
+        is_own = summary[LakeProperty.STEP] in step_keys
+        return _CommitWriter.IO_MANAGER if is_own else _CommitWriter.OTHER
+    is_own = summary.get(LakeProperty.CODE_OF_STEP) in step_keys
+    return _CommitWriter.OWN_CODE if is_own else _CommitWriter.OTHER
 
 
 def _is_same_state(content: Content | None, other: Content | None) -> bool:

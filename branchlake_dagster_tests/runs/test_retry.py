@@ -10,9 +10,11 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch, discarded_tag_name
+from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import LakeProperty, RunTag
@@ -337,6 +339,48 @@ def test_a_retry_from_failure_does_not_double_the_rows_of_its_parent(
         assert p.rows(namespace, "t", ref=run_branch_name(parent)) == [{"n": 1}]
         child = retry(p, parent)
         assert p.rows(namespace, "t", ref=run_branch_name(child)) == [{"n": 2}]
+
+
+def test_a_retry_of_single_assets_does_not_double_the_rows_of_a_step_with_another_key(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Dagster splits a step if another asset lies between its assets. A retry of the last one is not split."""
+    middle_key = dg.AssetKey([namespace, "middle"])
+    steps: list[str] = []
+
+    @dg.multi_asset(
+        outs={
+            name: dg.AssetOut([namespace], metadata=APPEND, is_required=False, dagster_type=pl.DataFrame)
+            for name in ("first", "last")
+        },
+        deps=[middle_key],
+        internal_asset_deps={"first": set(), "last": {middle_key}},
+        can_subset=True,
+    )
+    def ends(context: dg.AssetExecutionContext) -> Iterator[dg.Output[pl.DataFrame]]:
+        (key,) = context.selected_asset_keys
+        steps.append(find_running_step().key or "")
+        yield dg.Output(pl.DataFrame({"n": [len(steps)]}), output_name=key.path[-1])
+
+    @dg.asset(key=middle_key, deps=[[namespace, "first"]], metadata=FREE)
+    def middle() -> pl.DataFrame:
+        return pl.DataFrame({"n": [0]})
+
+    with project(lakehouse, ends, middle) as p:
+        with pytest.MonkeyPatch.context() as patch:
+            written = NessieBranchIOManager.handle_output
+
+            def fail_after_last(self: Any, context: dg.OutputContext, obj: Any) -> None:
+                written(self, context, obj)
+                if context.asset_key.path[-1] == "last":
+                    raise RuntimeError("after the write")
+
+            patch.setattr(NessieBranchIOManager, "handle_output", fail_after_last)
+            parent = p.run(ok=False)
+        child = retry_failed_assets(p, parent)
+        assert steps == ["ends", "ends_2", "ends"]
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert (p.rows(namespace, "first"), p.rows(namespace, "last")) == ([{"n": 1}], [{"n": 3}])
 
 
 def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse, namespace: str) -> None:

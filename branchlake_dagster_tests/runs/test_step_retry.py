@@ -176,6 +176,44 @@ def test_a_retry_of_single_assets_keeps_what_the_step_had_finished(
         assert (rows(p, namespace, "t"), rows(p, namespace, "u")) == ([1], [1])
 
 
+def test_a_retry_of_single_assets_takes_out_what_a_step_with_another_key_wrote(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Dagster splits a step if another asset lies between its assets. A retry of the last one is not split."""
+    middle_key = dg.AssetKey([namespace, "middle"])
+    attempts: list[dg.AssetKey] = []
+
+    @dg.multi_asset(
+        specs=[
+            dg.AssetSpec([namespace, "first"], metadata=FREE),
+            dg.AssetSpec([namespace, "last"], deps=[middle_key], metadata=FREE),
+        ],
+        can_subset=True,
+    )
+    def ends(
+        context: dg.AssetExecutionContext, lakehouse: LakehouseResource
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        (key,) = context.selected_asset_keys
+        attempts.append(key)
+        catalog = lakehouse.catalog()
+        catalog.create_namespace_if_not_exists((namespace,))
+        frame = pl.DataFrame({"n": [len(attempts)]}).to_arrow()
+        catalog.create_table_if_not_exists(tuple(key.path), frame.schema).append(frame)
+        if len(attempts) == 2:
+            raise RuntimeError("after the append")
+        yield dg.MaterializeResult(asset_key=key)
+
+    @dg.asset(key=middle_key, deps=[[namespace, "first"]], metadata=FREE)
+    def middle() -> pl.DataFrame:
+        return pl.DataFrame({"n": [0]})
+
+    with project(lakehouse, ends, middle) as p:
+        child = retry_failed_assets(p, p.run(ok=False))
+        assert len(attempts) == 3
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert (rows(p, namespace, "first"), rows(p, namespace, "last")) == ([1], [3])
+
+
 @pytest.mark.parametrize("again", ["step", "run"])
 def test_files_that_a_failed_attempt_deleted_by_spark_are_back(
     lakehouse: Lakehouse, namespace: str, again: str
