@@ -263,6 +263,9 @@ class LakeProperty:
     CODE_OF_STEP = "branchlake.code_of_step"
     """On a commit or a snapshot: the step whose own code wrote it. The run's Spark session adds this property
     to all its snapshots; snapshots of the IO manager also have `branchlake.step`."""
+    CODE_ATTEMPT = "branchlake.code_attempt"
+    """On a snapshot of the run's Spark session: the attempt of the step in `branchlake.code_of_step`, from 1.
+    Since 0.2.0."""
     UNBRANCHED = "branchlake.unbranched"
     """On a snapshot: `true` if its run wrote to `main` directly."""
     UNDOES = "branchlake.undoes"

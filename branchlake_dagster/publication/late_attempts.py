@@ -2,8 +2,9 @@
 
 An attempt can end while its commit is still on the way: the process of a step is killed, and the Spark server
 completes the query. Such a commit adds rows a second time, or replaces those of the later attempt. It names
-the run, so it is not a commit of another writer. Only writes of the IO manager are found, not those of a
-step's own code: their snapshots do not name the attempt.
+the run, so it is not a commit of another writer. The writes of the IO manager and those by SQL in the run's
+Spark session name their attempt. Not found are Spark's commits without rows, such as a delete of whole files,
+and commits through the catalog, which end with the process of the attempt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.nessie.model import Content, ContentKey, IcebergTable
 from branchlake_dagster.publication.verdict import RunEvidence
 from branchlake_dagster.runs.branch_commits import ReadMetadata
+from branchlake_dagster.runs.run_events import StepOfRun
 from branchlake_dagster.stored_names import LakeProperty
 
 _Attempt = tuple[int, int]
@@ -40,7 +42,8 @@ def find_late_attempts(
         metadata = read_metadata(content.metadata_location) if isinstance(content, IcebergTable) else None
         if metadata is None:  # the publisher reports the missing file
             continue
-        for step in _iter_late_steps(evidence, _active_summaries(metadata, evidence.run_ids)):
+        summaries = _active_summaries(metadata, evidence.run_ids)
+        for step in (*_iter_late_steps(evidence, summaries), *_iter_late_code(evidence, summaries)):
             late_steps.setdefault(key.name, step)
     return late_steps
 
@@ -90,6 +93,21 @@ def _iter_late_steps(evidence: RunEvidence, newest_first: Sequence[Mapping[str, 
             last_attempts[step, asset] = _find_materializing_attempt(evidence, step, asset)
         last_attempt = last_attempts[step, asset]
         if last_attempt is not None and attempt < last_attempt:
+            yield step
+
+
+def _iter_late_code(evidence: RunEvidence, summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Iterate over the steps whose own code wrote by SQL in an attempt that was not the last one of its run.
+
+    When a step is attempted again, its tables are restored to their state before its first attempt. So none
+    of their present snapshots is of an earlier attempt, unless its commit was late.
+    """
+    for summary in summaries:
+        step, number = summary.get(LakeProperty.CODE_OF_STEP), summary.get(LakeProperty.CODE_ATTEMPT, "")
+        if step is None or not number.isdigit() or LakeProperty.STEP in summary:
+            continue
+        repetitions = evidence.repeated_steps.get(StepOfRun(summary[LakeProperty.RUN_ID], step), 0)
+        if int(number) <= repetitions:
             yield step
 
 

@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.internals.dagster import (
     CopiedByFields,
     call_at_step_release,
+    call_at_step_start,
     get_running_context,
     is_step_running,
 )
@@ -27,6 +28,8 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import ReadsUnknown
 
 _log = logging.getLogger(__name__)
+_SNAPSHOT_PROPERTY = "spark.sql.iceberg.snapshot-property."
+"""Iceberg copies settings of a session with this prefix into the summaries of the session's snapshots."""
 
 
 class BranchSparkResource(CopiedByFields, PySparkResource):
@@ -133,7 +136,7 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         step = find_running_step(None if run_branch is None else run_branch.run_id)
         if self._holds is not None:
             if step.key is not None:
-                _sessions.name_step(self._holds, step.key)
+                _sessions.name_step(self._holds, step.key, step.attempt)
             application = _sessions.find_application(self._holds) if run_branch is not None else None
             if run_branch is not None and application is not None:
                 run_branch.record_application(application, step.key, step.attempt)
@@ -158,7 +161,7 @@ class _SharedSessions:
         # Reentrant: a finalizer that runs while this thread holds the lock may end a resource.
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
-        self._steps: dict[tuple[str, str], str] = {}
+        self._steps: dict[tuple[str, str], tuple[str, int]] = {}
         self._applications: dict[tuple[str, str], str | None] = {}
         self._releases: dict[str, list[tuple[str, str]]] = {}
 
@@ -170,16 +173,32 @@ class _SharedSessions:
             self._open[key] = (session, users + 1)
             return session
 
-    def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Let the snapshots that user code adds in the session of `key` record `step` in their summaries.
+    def name_step(self, key: tuple[str, str], step: str, attempt: int) -> None:
+        """Let the snapshots that user code adds in the session of `key` record the step in their summaries.
 
-        `step` is the key of the running step. If the session is not open, nothing happens.
+        `step` is the key of the running step, and `attempt` its attempt, from 1. If the session is not open,
+        nothing happens.
         """
         with self._lock:
-            if self._steps.get(key) != step and key in self._open:
-                session, _ = self._open[key]
-                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
-                self._steps[key] = step
+            named_step, named_attempt = self._steps.get(key, (None, None))
+            if (named_step, named_attempt) == (step, attempt) or key not in self._open:
+                return
+            session, _ = self._open[key]
+            if named_step != step:
+                session.conf.set(f"{_SNAPSHOT_PROPERTY}{LakeProperty.CODE_OF_STEP}", step)
+            if named_attempt != attempt:
+                session.conf.set(f"{_SNAPSHOT_PROPERTY}{LakeProperty.CODE_ATTEMPT}", str(attempt))
+            self._steps[key] = (step, attempt)
+
+    def start_attempt(self, step: str, attempt: int) -> None:
+        """Let the sessions that an earlier attempt of the step has used in this process name this attempt.
+
+        The code may have kept such a session, and use it again without requesting it.
+        """
+        with self._lock:
+            keys = [key for key, (named_step, _) in self._steps.items() if named_step == step]
+            for key in keys:
+                self.name_step(key, step, attempt)
 
     def find_application(self, key: tuple[str, str]) -> str | None:
         """Return the id of the Spark application in which the session of `key` runs; None if it is unknown.
@@ -220,4 +239,13 @@ class _SharedSessions:
 
 
 _sessions = _SharedSessions()
+
+
+def _name_repeated_step(run_id: str) -> None:
+    step = find_running_step(run_id)
+    if step.key is not None and step.attempt > 1:
+        _sessions.start_attempt(step.key, step.attempt)
+
+
+call_at_step_start(_name_repeated_step)
 call_at_step_release(_sessions.end_step)

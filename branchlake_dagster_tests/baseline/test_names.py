@@ -53,6 +53,7 @@ NOT_STORED = {
     "branchlake/stale_since": "on an undo, which version 0.1.0 did not have",
     "branchlake/stale_inputs": "on an undo, which version 0.1.0 did not have",
     "branchlake/watched_assets": "on a sensor's definition, which Dagster loads anew from the code",
+    "branchlake.code_attempt": "on a snapshot of a run's Spark session, which version 0.1.0 did not record",
     "branchlake.when_matched": "on an upsert, which version 0.1.0 did not record",
     "branchlake.kept_since.": "on a table of kept records, of an ingestion that keeps them; set anew each day",
     "branchlake/reprocess_raw": "on a run that decodes kept records again, and of no use after it",
