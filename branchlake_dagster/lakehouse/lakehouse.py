@@ -56,7 +56,8 @@ MAIN = "main"
 
 _clients: WeakValueDictionary[tuple[int, str, str | None, bool | str], NessieClient] = WeakValueDictionary()
 """Clients in use, by process id and connection settings. Two sides of a fork must not share a connection."""
-_clients_lock = threading.Lock()
+_clients_lock = threading.RLock()
+"""Reentrant: a finalizer that runs while its thread holds the lock may call Nessie."""
 
 
 def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
@@ -123,7 +124,8 @@ class Lakehouse:
         self.settings = settings or Settings()
         self._start = start
         self.servers = EmbeddedServers(self.settings, notify=say)
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may call Nessie.
+        self._lock = threading.RLock()
         self._client: NessieClient | None = None
         self._token: str | None = None
 

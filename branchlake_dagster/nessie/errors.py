@@ -150,7 +150,8 @@ class RetryBudget:
         self._reserve = reserve
         self._window_s = window_s
         self._clock = clock
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may call Nessie.
+        self._lock = threading.RLock()
         self._calls: deque[float] = deque()
         self._repeats: deque[float] = deque()
 
@@ -199,7 +200,8 @@ class Breaker:
     ) -> None:
         self._rule = rule or BreakerRule()
         self._clock = clock
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may call Nessie.
+        self._lock = threading.RLock()
         self._calls: deque[tuple[float, bool]] = deque()
         self._open_until: float | None = None
         self._probing = False

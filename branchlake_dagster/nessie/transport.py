@@ -352,7 +352,8 @@ class HttpTransport:
         self._is_loopback = urlsplit(self.uri).hostname in ("127.0.0.1", "localhost", "::1")
         self._timeout = (connect_timeout_s, read_timeout_s)
         self._sessions: list[requests.Session] = []
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds the lock may call Nessie.
+        self._lock = threading.RLock()
         self._forget_sessions()
 
     def __repr__(self) -> str:
@@ -371,7 +372,7 @@ class HttpTransport:
         self._process_id = os.getpid()
         self._local = threading.local()
         self._sessions = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _session(self) -> requests.Session:
         """Return the session of this thread, with its own connection.

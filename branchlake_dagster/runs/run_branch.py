@@ -108,14 +108,15 @@ class RunBranch:
         self._used_since_record = False
         self._used_by_code = False
         self._accesses: set[tuple[str, int]] = set()
-        self._access_lock = threading.Lock()
+        # Reentrant: a finalizer that runs while this thread holds a lock may end a resource.
+        self._access_lock = threading.RLock()
+        self._lock = threading.RLock()
         self._client = client
         self._load_tags = load_tags
         self._add_tags = add_tags
         self._inherit_location = inherit_location
         self._direct_main = direct_main
         self._warn = warn
-        self._lock = threading.Lock()
         self._location: RunLocation | None = None
         self.run_id = run_id
 
