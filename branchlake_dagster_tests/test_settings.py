@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -280,6 +281,38 @@ def test_a_value_of_a_variable_is_validated_where_it_is_read(monkeypatch: pytest
     monkeypatch.setenv("LAKE_WAREHOUSE", "relative/folder")
     with pytest.raises(ValidationError):
         lake.effective()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"warehouse": "relative/folder"}, {"publish_interval_s": 0}, {"reap_interval_min": 7}]
+)
+def test_a_value_beside_a_variable_is_validated_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        LakehouseResource(nessie_uri=dg.EnvVar("LAKE_NESSIE"), **fields)
+
+
+def test_values_that_only_fit_a_variable_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = LakehouseResource(s3_access_key_id="key", s3_secret_access_key=dg.EnvVar("LAKE_SECRET"))
+    monkeypatch.setenv("LAKE_SECRET", "hidden-word")
+    assert lake.effective().s3_access_key_id is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "build_variable"),
+    [
+        ("orphan_file_grace_h", dg.EnvVar),
+        ("orphan_file_grace_h", dg.EnvVar.int),
+        ("nessie_port", dg.EnvVar),
+        ("require_checks", dg.EnvVar),
+        ("warehouse", dg.EnvVar.int),
+    ],
+)
+def test_a_variable_that_dagster_cannot_read_for_a_field_is_refused_by_name(
+    name: str, build_variable: Callable[[str], Any]
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        LakehouseResource(**{name: build_variable("LAKE_FIELD")})
+    assert (refused.value.reason, refused.value.subject) == ("variable_unsupported", name)
 
 
 def test_a_resource_whose_secret_is_missing_where_the_definitions_load_can_be_nested() -> None:

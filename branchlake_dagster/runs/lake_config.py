@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from dagster import ConfigurableResource, EnvVar
-from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
+from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.settings import VARIABLE_PREFIX, Settings, require_known_fields
 
@@ -73,13 +74,37 @@ def _resolve_settings(
     return Settings(**dict(values))
 
 
+def _is_variable(value: object) -> bool:
+    return hasattr(value, "get_value")
+
+
+def _require_variable_type(name: str, variable: object, annotation: Any) -> None:
+    """Raise ConfigurationError if Dagster cannot set a field of this type from this kind of variable."""
+    field_type = get_args(annotation)[0]
+    if field_type is float:
+        raise ConfigurationError(
+            f"The field {name} is a decimal number, and Dagster has no variables for decimal numbers.",
+            hint=f"Omit the field, and set {VARIABLE_PREFIX}{name.upper()} in the environment.",
+            reason="variable_unsupported",
+            subject=name,
+        )
+    if isinstance(variable, str) != (field_type is str):
+        right_call = "dg.EnvVar" if field_type is str else "dg.EnvVar.int"
+        raise ConfigurationError(
+            f"The field {name} cannot be read from this kind of variable.",
+            hint=f'Write {name}={right_call}("…").',
+            reason="variable_unsupported",
+            subject=name,
+        )
+
+
 def _read(name: str, value: Any) -> Any:
     """Return the value of a field, read from its variable if it is one; None if that is not set.
 
     A secret that is not set is the name of its variable: settings are valid only as a whole, and the secret
     may exist only where runs are executed.
     """
-    if not hasattr(value, "get_value"):
+    if not _is_variable(value):
         return value
     found = value.get_value()
     return value.env_var_name if found is None and name in Settings.secret_names() else found
@@ -88,8 +113,9 @@ def _read(name: str, value: Any) -> Any:
 class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     """The fields of `Settings`. An omitted field is read from the environment (`BRANCHLAKE_…`).
 
-    Each field of text or of whole numbers takes a value or a `dg.EnvVar`. A secret that is set as a value is
-    hidden from Dagster at once.
+    Each field of text takes a value or a `dg.EnvVar`, and each field of whole numbers or truth values takes a
+    value or a `dg.EnvVar.int`. Fields of decimal numbers take no variables: Dagster has none for them. A
+    secret that is set as a value is hidden from Dagster at once.
     """
 
     state_dir: str | None = _settings_field("state_dir")
@@ -157,6 +183,9 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
         # Dagster's resources ignore unknown fields. With `nessie_url`, a run once wrote to the embedded lake.
         if isinstance(values, Mapping):
             require_known_fields(values, cls.model_fields, cls.__name__)
+            for name, value in values.items():
+                if _is_variable(value):
+                    _require_variable_type(name, value, cls.model_fields[name].annotation)
         return values
 
     @field_validator(*Settings.secret_names(), mode="before")
@@ -170,11 +199,29 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     @classmethod
     def _validate_settings(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         config = build(values)
-        # A variable has a value only in the run's process. `build` makes a plain text of its name. A resource
-        # that is nested in another one was validated when it was made.
-        if isinstance(values, Mapping) and not any(hasattr(value, "get_value") for value in values.values()):
-            config.effective()
+        # `build` makes a plain text of a variable's name. A resource that is nested in another one was
+        # validated when it was made.
+        if isinstance(values, Mapping):
+            config._require_valid({name for name, value in values.items() if _is_variable(value)})
         return config
+
+    def _require_valid(self, variables: Set[str]) -> None:
+        """Raise pydantic's ValidationError if a value is invalid, apart from those of fields in `variables`.
+
+        Such a field has a value only in the run's process. It could also change whether several fields fit
+        together, so that is not validated if there are variables. Without variables, SecretWithoutTls can be
+        raised too.
+        """
+        try:
+            values = {name: value for name, value in self._field_values().items() if name not in variables}
+            self._build_settings(values)
+        except SecretWithoutTls:
+            if not variables:
+                raise
+        except ValidationError as error:
+            names = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
+            if not variables or names - variables:
+                raise
 
     def _field_values(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in LakeConfig.model_fields}
