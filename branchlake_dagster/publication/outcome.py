@@ -29,7 +29,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, commit_page_
 from branchlake_dagster.nessie.model import ContentKey, Reference
 from branchlake_dagster.publication.verdict import RunEvidence, Verdict, WrittenPartition
 from branchlake_dagster.runs.branch_owner import load_branch_owners
-from branchlake_dagster.runs.discarding import revoke_materializations
+from branchlake_dagster.runs.discarding import restore_materializations, revoke_materializations
 from branchlake_dagster.runs.provenance import count_rows
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import (
@@ -327,12 +327,11 @@ def report_outcome(
         and (written.rows is not None or table in report.evidence.write_set)
     }
     row_counts = _load_row_counts(report, tables, main_view)
+    written_run_ids = {written.run_id for written in report.evidence.written_partitions.values()}
     if report.is_revoked:
-        revoke_materializations(
-            instance,
-            report.run,
-            {partition_write.run_id for partition_write in report.evidence.written_partitions.values()},
-        )
+        revoke_materializations(instance, report.run, written_run_ids)
+    elif report.publication:
+        restore_materializations(instance, report.run, written_run_ids)
     message = report.format_sentence()
 
     def build_observation(asset: str, partition: str | None, written: WrittenPartition) -> AssetObservation:

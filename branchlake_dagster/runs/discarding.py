@@ -333,6 +333,21 @@ def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids:
     `run_ids` are the run itself and the runs whose work it continued. Partitions that another run has
     materialized since are not changed.
     """
+    _plan_materializations_again(instance, run, run_ids)
+
+
+def restore_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
+    """Mark the partitions that `run_ids` materialized as filled, after `run` has continued and published them.
+
+    Dagster counts a partition as failed if the run of its newest planned materialization has failed, as the
+    runs before a retry have. So the event is logged once more for `run`. Its own partitions, and those that
+    another run has materialized since, are not changed.
+    """
+    _plan_materializations_again(instance, run, (run_id for run_id in run_ids if run_id != run.run_id))
+
+
+def _plan_materializations_again(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
+    """Log that `run` plans to materialize what `run_ids` materialized and no other run has since."""
     for run_id in run_ids:
         for key, partition, step in iter_materializations(instance, run_id):
             if load_newest_run_id(instance, key, partition) == run_id:

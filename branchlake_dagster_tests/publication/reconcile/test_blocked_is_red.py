@@ -18,7 +18,7 @@ from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
-from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.suite import memory
 
 lakehouse = memory.lakehouse
@@ -107,6 +107,32 @@ def test_a_blocked_partition_counts_as_failed_until_it_is_published(
         assert told.metadata[EventMetadata.PARTITION_ROWS].value == 1
         assert told.metadata[EventMetadata.PUBLICATION_DELAY_S].value >= 0
         assert "| tue | 3 |" in told.metadata["branchlake/preview"].value
+
+
+@pytest.mark.parametrize("parent_end", [RunState.FAILED, RunState.BLOCKED])
+def test_a_partition_of_an_unpublished_run_counts_as_filled_once_a_retry_is_published(
+    lakehouse: Lakehouse, namespace: str, parent_end: RunState
+) -> None:
+    values = Values()
+    t, positive = daily(namespace, values)
+
+    @dg.asset_check(asset=t.key)
+    def last() -> dg.AssetCheckResult:
+        if values.rows == [7] and parent_end is RunState.FAILED:
+            raise RuntimeError("not yet")
+        return dg.AssetCheckResult(passed=values.rows != [7])
+
+    with project(lakehouse, t, positive, last) as p:
+        values.rows = [7]
+        parent = p.run(partition="tue", ok=parent_end is not RunState.FAILED)
+        p.settle(parent)
+        assert status_of(p, parent) == (dg.DagsterRunStatus.FAILURE, parent_end)
+        assert states(p, namespace)["tue"] == "failed"
+        values.rows = [8]
+        child = retry(p, parent, f"{namespace}__t_last")
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert p.rows(namespace, "t") == [{"day": "tue", "n": 7}]
+        assert states(p, namespace)["tue"] == "filled"
 
 
 @pytest.mark.nessie
