@@ -37,7 +37,12 @@ from branchlake_dagster.publication.reconciler import (
     longest_pass_s,
     waiting_outcome,
 )
-from branchlake_dagster.runs.discarding import FAILING_STATUSES, format_failure, report_branch_end
+from branchlake_dagster.runs.discarding import (
+    FAILING_STATUSES,
+    clear_inherited_status,
+    format_failure,
+    report_branch_end,
+)
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
@@ -464,19 +469,6 @@ class RunPublication(BranchPublisher):
         return Outcome(name, run.run_id, RunState(status), current.tags.get(RunTag.REASON, ""))
 
 
-def _clear_inherited_status(instance: dg.DagsterInstance, run_id: str) -> None:
-    """Clear the status of the run that this run repeats, which Dagster has copied with the other tags.
-
-    Opening a branch sets the run's own status. Without a branch, a failed re-execution of a published run
-    would be shown as published.
-    """
-    run = instance.get_run_by_id(run_id)
-    if run is None or is_opened_by(run.tags, run_id):
-        return
-    if run.tags.get(RunTag.STATUS, NO_VALUE) != NO_VALUE:
-        instance.add_run_tags(run_id, {RunTag.STATUS: NO_VALUE})
-
-
 class _PublishingExecutor(Executor):
     def __init__(self, inner: Executor, lakehouse_key: str) -> None:
         self._inner = inner
@@ -491,7 +483,7 @@ class _PublishingExecutor(Executor):
         return self._inner.step_dependency_config
 
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
-        _clear_inherited_status(plan_context.instance, plan_context.run_id)
+        clear_inherited_status(plan_context.instance, plan_context.run_id)
         failed = False
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure

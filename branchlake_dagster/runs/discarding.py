@@ -43,6 +43,7 @@ from branchlake_dagster.runs.run_tags import (
     RunState,
     build_status_tag,
     find_run_location,
+    is_opened_by,
     shorten_tag_value,
 )
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
@@ -337,7 +338,7 @@ def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids:
 
 
 def restore_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
-    """Mark the partitions that `run_ids` materialized as filled, after `run` has continued and published them.
+    """Mark the partitions that `run_ids` materialized as filled, after `run` has published their work.
 
     Dagster counts a partition as failed if the run of its newest planned materialization has failed, as the
     runs before a retry have. So the event is logged once more for `run`. Its own partitions, and those that
@@ -416,6 +417,19 @@ def end_judged_branch(client: NessieClient, branch: Reference, *, keep_data: boo
         # A late write moved the branch. The next pass finds the recorded verdict and deletes the branch.
         return False
     return True
+
+
+def clear_inherited_status(instance: DagsterInstance, run_id: str) -> None:
+    """Clear the status of the run that this run repeats, which Dagster has copied with the other tags.
+
+    Opening a branch sets the run's own status. Without a branch, a failed re-execution of a published run
+    would be shown as published.
+    """
+    run = instance.get_run_by_id(run_id)
+    if run is None or is_opened_by(run.tags, run_id):
+        return
+    if run.tags.get(RunTag.STATUS, NO_VALUE) != NO_VALUE:
+        instance.add_run_tags(run_id, {RunTag.STATUS: NO_VALUE})
 
 
 def report_branch_end(

@@ -30,6 +30,7 @@ from branchlake_dagster.internals.dagster import (
 )
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_owner import find_check_reference, is_retry, load_instance_id
+from branchlake_dagster.runs.discarding import clear_inherited_status
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
@@ -233,10 +234,11 @@ class LakehouseResource(LakeConfig):
         )
         self._retries_parent = is_retry(instance, run)
         if self._retries_parent:
-            # Raised again by a step that needs a table of this lake.
-            with contextlib.suppress(RetryNeedsFullRun, OneLakeOnly):
+            try:
                 if self._run_branch.take_over():
                     self.open_branch()
+            except (RetryNeedsFullRun, OneLakeOnly):  # raised again by a step that needs a table of this lake
+                clear_inherited_status(instance, run.run_id)
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
         """Record the branch's head in the run's log: the publisher refuses a head that is not recorded.

@@ -16,7 +16,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch, discarded_tag_name
 from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.run_tags import NO_VALUE, RunState
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
@@ -105,8 +105,10 @@ def test_a_retry_of_a_published_run_is_refused(namespace: str, p: Project, flaky
     flaky.broken = False
     parent = p.run()
     p.settle(parent)
-    retry(p, parent, f"{namespace}__second", ok=False)
+    child = retry(p, parent, f"{namespace}__second", ok=False)
     p.failed_with(RetryNeedsFullRun, "was published as", "Re-execute all steps")
+    # Dagster copies the parent's tags, but the retry is not published.
+    assert (tags(p, child)[RunTag.STATUS], tags(p, parent)[RunTag.STATUS]) == (NO_VALUE, RunState.PUBLISHED)
 
 
 def test_a_retry_whose_parents_state_is_gone_is_refused(
