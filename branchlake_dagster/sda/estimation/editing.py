@@ -64,8 +64,9 @@ def choose_observations(
     """
     # Few widths, so each quantile is computed once.
     known_widths, width_index = np.unique(widths, return_inverse=True)
-    scale = _noise_scale(row, objects, distance / np.asarray(chi2.median(known_widths))[width_index], is_used)
-    excess = distance / (scale[row] * np.asarray(chi2.isf(EDIT_PROBABILITY, known_widths))[width_index])
+    median, largest = np.stack([chi2.median(known_widths), chi2.isf(EDIT_PROBABILITY, known_widths)])
+    scale = _noise_scale(row, objects, distance / median[width_index], is_used)
+    excess: Floats = distance / (scale[row] * largest[width_index])
     worst = np.zeros(objects)
     np.maximum.at(worst, row[is_used], excess[is_used])
     is_outlier = (excess > 1) & (~is_used | (excess >= WORST_SHARE * worst[row]))
