@@ -6,7 +6,7 @@ import json
 
 import click
 
-from branchlake_dagster.cli.registry import CommandGroup, exit_on_signals, print_progress
+from branchlake_dagster.cli.registry import CommandGroup, print_progress
 from branchlake_dagster.settings import Settings
 
 
@@ -24,10 +24,8 @@ from branchlake_dagster.settings import Settings
         "tracks": "branchlake_dagster.sda.benchmarks.commands:tracks",
     },
 )
-@click.pass_context
-def bench(ctx: click.Context) -> None:
+def bench() -> None:
     """Run a benchmark. docs/benchmarks.md has results."""
-    ctx.with_resource(exit_on_signals())
 
 
 @bench.command()

@@ -18,6 +18,8 @@ import shlex
 import signal
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution, distributions
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +29,7 @@ import click
 from pydantic import ValidationError
 
 from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
-from branchlake_dagster.cli.registry import CommandGroup, print_progress
+from branchlake_dagster.cli.registry import CommandGroup, exit_on_signals, print_progress
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, format_first_line
 from branchlake_dagster.extras import DISTRIBUTION
 from branchlake_dagster.settings import Settings
@@ -190,6 +192,8 @@ def format_requirement(direct_url: str | None, version: str) -> str:
 class _Commands(CommandGroup):
     """Turns expected errors into a message and exit code 1, and Ctrl-C into exit code 130.
 
+    SIGTERM and SIGHUP end a command like Ctrl-C, with exit code 143 and 129.
+
     If the reader of the output has ended (`branchlake sql … | head`), the command ends without a message,
     with exit code 141 like a Unix tool.
 
@@ -197,38 +201,64 @@ class _Commands(CommandGroup):
     invalid settings. A standard stream that the caller has closed is empty.
     """
 
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Run the group in a process of its own, which Ctrl-C may end at once after the command."""
+        try:
+            return super().__call__(*arguments, **options)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run the group as `click.Group.main`."""
         _replace_closed_streams()
         return super().main(*arguments, **options)
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        """Parse the arguments as `click.Group.make_context`. Prints the help or the version, if asked."""
+        with _end_cleanly():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _end_cleanly(), exit_on_signals():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print_progress("Interrupted.")
-            ctx.exit(130)
-        except (BrokenPipeError, SystemExit) as error:
-            # Rich ends the process with exit code 1 if its output is a closed pipe.
-            if isinstance(error, SystemExit):
-                if error.code != 1 or not isinstance(error.__context__, BrokenPipeError):
-                    raise
-            elif _has_reader(sys.stdout) and _has_reader(sys.stderr):  # another pipe, or a connection
-                raise click.ClickException(
-                    f"A process or a server closed its connection: {error}."
-                ) from error
-            _discard_output()
-            ctx.exit(128 + signal.SIGPIPE)
-        except BranchlakeError as error:
-            raise click.ClickException(str(error)) from error
-        except ValidationError as error:
-            problems = "; ".join(map(_format_invalid_setting, error.errors()))
-            raise click.ClickException(f"A setting is invalid: {problems.rstrip('.')}.") from error
-        except Exception as error:
-            message = _format_expected_error(error)
-            if message is None:
+
+
+@contextlib.contextmanager
+def _end_cleanly() -> Iterator[None]:
+    """Turn expected errors in the block, interrupts and closed outputs into exceptions of click.
+
+    Also writes what standard output has in its buffer. At Python's exit it would be too late for a message.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print_progress("Interrupted.")
+        raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    except (BrokenPipeError, SystemExit) as error:
+        # Rich ends the process with exit code 1 if its output is a closed pipe.
+        if isinstance(error, SystemExit):
+            if error.code != 1 or not isinstance(error.__context__, BrokenPipeError):
                 raise
-            raise click.ClickException(message) from error
+        elif _has_reader(sys.stdout) and _has_reader(sys.stderr):  # another pipe, or a connection
+            raise click.ClickException(f"A process or a server closed its connection: {error}.") from error
+        _discard_output()
+        raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+    except BranchlakeError as error:
+        raise click.ClickException(str(error)) from error
+    except ValidationError as error:
+        problems = "; ".join(map(_format_invalid_setting, error.errors()))
+        raise click.ClickException(f"A setting is invalid: {problems.rstrip('.')}.") from error
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        message = _format_expected_error(error)
+        if message is None:
+            raise
+        raise click.ClickException(message) from error
 
 
 def _replace_closed_streams() -> None:
@@ -381,7 +411,11 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
 
     settings = load_command_settings(module).settings
     home = dagster_home(settings)
-    endpoints = Lakehouse(settings, say=print_progress).endpoints()
+    try:
+        endpoints = Lakehouse(settings, say=print_progress).endpoints()
+    except KeyboardInterrupt:
+        print_progress("Servers that were already started go on. To stop them: branchlake down")
+        raise
     click.echo(f"Nessie   {endpoints.nessie_uri}")
     click.echo(f"Page     {nessie_page_url(endpoints, settings)}")
     if rest := rest_catalog_url(endpoints, settings):

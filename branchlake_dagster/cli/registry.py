@@ -89,25 +89,40 @@ def _unavailable_command(name: str, error: MissingExtra) -> click.Command:
 def exit_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise SystemExit in the block, so that its `finally` clauses run.
 
-    The exit code is 128 plus the signal number. Without this, a benchmark that a job scheduler ends would
-    leave its servers and its folder behind.
+    The exit code is 128 plus the signal number. Without this, a command that a job scheduler ends would leave
+    its servers and its folders behind. Signals that this process ignores, as under `nohup`, stay ignored.
+    Outside of the main thread, this context manager does nothing.
     """
-
-    def exit_process(number: int, _: FrameType | None) -> None:
-        # A second signal must not interrupt the clean-up.
-        for ending_signal in _ENDING_SIGNALS:
-            signal.signal(ending_signal, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    old_handlers = {one: signal.signal(one, exit_process) for one in _ENDING_SIGNALS}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING_SIGNALS)}
+    for number in _ENDING_SIGNALS:
+        if old_handlers[number] is not signal.SIG_IGN:
+            signal.signal(number, _exit_process)
+    # Dagster replaces the handler of SIGTERM by that of SIGINT when it is imported and around each step.
+    if old_handlers[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_process)
     try:
         yield
     finally:
-        for ending_signal, handler in old_handlers.items():
-            signal.signal(ending_signal, handler)
+        for number, handler in old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _exit_process(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: raise KeyboardInterrupt for SIGINT, and SystemExit for the other ones."""
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    # A second signal must not interrupt the clean-up.
+    for ending_signal in _ENDING_SIGNALS:
+        signal.signal(ending_signal, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 _POOL_CLASSES = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
 
 

@@ -274,14 +274,16 @@ class EmbeddedServers:
         nessie_port = self._choose_port(NESSIE, self._settings.nessie_port, names)
         started_records = {}
         # Both start at the same time: until its first query, Spark needs only Nessie's address.
-        if NESSIE in names:
-            started_records[NESSIE] = self._launch_nessie(jars, nessie_port)
-        if SPARK in names:
-            started_records[SPARK] = self._launch_spark(jars, nessie_port)
-        for record in started_records.values():
-            # Save the record before the server answers. If this process is killed now, the next caller finds
-            # and stops the server. Otherwise an unknown process would hold the lock of the store.
-            record.save(self._record_path(record.name))
+        for name in names:
+            record = (
+                self._launch_nessie(jars, nessie_port)
+                if name == NESSIE
+                else self._launch_spark(jars, nessie_port)
+            )
+            # Save the record at once. If this process is killed now, the next caller finds and stops the
+            # server. Otherwise an unknown process would hold the lock of the store.
+            record.save(self._record_path(name))
+            started_records[name] = record
         return {name: self._wait_until_ready(record) for name, record in started_records.items()}
 
     def _choose_port(self, name: str, wanted: int, starting_names: tuple[str, ...]) -> int:

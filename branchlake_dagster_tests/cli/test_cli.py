@@ -278,6 +278,42 @@ def test_a_command_whose_reader_has_ended_ends_like_a_unix_tool(
     assert "Error" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_help_whose_reader_has_ended_ends_like_a_unix_tool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
+        with pytest.raises(SystemExit) as ended:
+            main.main([option])
+        monkeypatch.undo()
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert not capsys.readouterr().err
+
+
+def test_rows_that_only_the_end_of_the_process_would_write_are_written_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @click.group(cls=_Commands, sources={})
+    def commands() -> None:
+        pass
+
+    @commands.command()
+    def show() -> None:
+        sys.stdout.write("bolt\n")
+        sys.exit(0)
+
+    with Path("/dev/full").open("w", encoding="utf-8") as full_disk:
+        monkeypatch.setattr(sys, "stdout", full_disk)
+        with pytest.raises(SystemExit) as ended:
+            commands.main(["show"])
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full_disk.fileno())
+    assert ended.value.code == 1
+
+
 def test_a_broken_connection_is_not_taken_for_a_closed_output(capsys: pytest.CaptureFixture[str]) -> None:
     @click.group(cls=_Commands, sources={})
     def commands() -> None:

@@ -8,17 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from branchlake_dagster.cli import main
+from branchlake_dagster.cli.main import _Commands
 from branchlake_dagster.cli.registry import exit_on_signals
 from branchlake_dagster.cli.run_branches import find_daemon_warning, show_status
 from branchlake_dagster.embedded import jars
@@ -236,6 +239,88 @@ def test_a_signal_leaves_through_the_clean_up() -> None:
         work()
     assert (ended.value.code, cleaned) == (128 + signal.SIGTERM, [True])
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def run_command(callback: Callable[[], None]) -> int:
+    """Run a callback as a command of the group, and return the exit code."""
+    group = _Commands(commands={"work": click.Command("work", callback=callback)})
+    with pytest.raises(SystemExit) as ended:
+        group.main(["work"])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Handlers as in a new process. Dagster sets one of SIGTERM when it is imported."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("imports_dagster", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_command_ends_through_its_clean_up(number: signal.Signals, *, imports_dagster: bool) -> None:
+    cleaned = []
+
+    def work() -> None:
+        if imports_dagster:
+            from branchlake_dagster_tests.dagster_internals import setup_interrupt_handlers
+
+            setup_interrupt_handlers()
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            cleaned.append(True)
+
+    assert (run_command(work), cleaned) == (128 + number, [True])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    handlers = []
+
+    def work() -> None:
+        handlers.append(signal.getsignal(signal.SIGHUP))
+
+    assert run_command(work) == 0
+    assert handlers == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_command_outside_of_the_main_thread_leaves_signals_alone() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run_command(lambda: None)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+_IMPORTING = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "pydantic":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+from branchlake_dagster.cli import main
+"""
+
+
+def test_an_interrupt_during_the_imports_leaves_no_stack_trace() -> None:
+    ended = subprocess.run([sys.executable, "-c", _IMPORTING], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 _CLOSING = """

@@ -271,6 +271,27 @@ def test_archives_that_exist_are_used_and_others_recorded(
     assert there[SPARK].use_options()[0] not in driver_options(spark)
 
 
+class Killed(BaseException):
+    """The process that starts the servers is killed."""
+
+
+def test_a_server_is_recorded_before_the_next_one_is_started(
+    servers: Callable[..., EmbeddedServers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(name: str, *_: object, port: int, **__: object) -> ProcessRecord:
+        if name == SPARK:
+            raise Killed
+        return ProcessRecord(name, os.getpid(), 0.0, port)
+
+    monkeypatch.setattr(process, "launch_server", start)
+    embedded = servers()
+    with pytest.raises(Killed):
+        embedded.endpoints()
+    record = ProcessRecord.load(embedded._record_path(NESSIE))
+    assert record is not None
+    assert record.pid == os.getpid()
+
+
 def test_what_is_not_ours_to_start_has_no_archive(servers: Callable[..., EmbeddedServers]) -> None:
     assert set(servers(session_kind="classic").archives()) == {NESSIE}
     assert set(servers(nessie_uri="http://n.example/api/v2").archives()) == {SPARK}

@@ -12,7 +12,6 @@ import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
 from branchlake_dagster.cli.option_types import Moment
-from branchlake_dagster.cli.registry import exit_on_signals
 from branchlake_dagster.sda.alerts.entry_names import PRIORITIES
 from branchlake_dagster.sda.commands.catalog_number import CATALOG_NUMBER
 from branchlake_dagster.wording import format_count
@@ -147,22 +146,21 @@ def _follow(
 
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
-    with exit_on_signals():
-        try:
-            follow_alerts(
-                AlertReader(lake),
-                SubscriberStore(settings.state_dir),
-                subscriber,
-                since=since,
-                restart=restart,
-                as_json=as_json,
-                interval_s=interval_s,
-                once=once,
-                report=lambda text: click.echo(text, err=True),
-            )
-        except KeyboardInterrupt:
-            # The usual end. Entries after the last saved position are printed again next time.
-            return
+    try:
+        follow_alerts(
+            AlertReader(lake),
+            SubscriberStore(settings.state_dir),
+            subscriber,
+            since=since,
+            restart=restart,
+            as_json=as_json,
+            interval_s=interval_s,
+            once=once,
+            report=lambda text: click.echo(text, err=True),
+        )
+    except KeyboardInterrupt:
+        # The usual end. Entries after the last saved position are printed again next time.
+        return
 
 
 def _acknowledge(settings: Settings, alert_id: str, subscriber: str, note: str | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from branchlake_dagster.cli.option_types import FiniteRange, Moment, NamedFolder
-from branchlake_dagster.cli.registry import exit_on_signals
 
 _KINDS = ("radar", "optical", "isl")
 
@@ -255,9 +254,8 @@ def simulate(
     for name in ("duplicates", "stragglers", "corrupted"):
         if not 0 <= options[name] <= 0.5:
             raise click.BadParameter("A share is between 0 and 0.5.", param_hint=f"--{name}")
-    with exit_on_signals():
-        found = run_simulation(
-            Simulated(rates=dict(rates), start=start, **options),
-            say=lambda text: click.echo(text, err=True),
-        )
+    found = run_simulation(
+        Simulated(rates=dict(rates), start=start, **options),
+        say=lambda text: click.echo(text, err=True),
+    )
     click.echo(json.dumps(found, indent=2)) if as_json else print_counts(found)
