@@ -349,6 +349,7 @@ class Receivers:
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Set `stop` on SIGTERM and on SIGINT."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    """Set `stop` on SIGTERM, SIGINT, and SIGHUP. A SIGHUP that `nohup` ignores stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)

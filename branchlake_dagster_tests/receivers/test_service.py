@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.kafka_sink import BrokerUnreachable
 from branchlake_dagster.receivers.metrics import serve_metrics
 from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, Record, ResumeState
-from branchlake_dagster.receivers.service import Health, Intake, Receivers
+from branchlake_dagster.receivers.service import Health, Intake, Receivers, stop_on_signals
 from branchlake_dagster.receivers.sockets import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, adds_up, an_intake, running, until
 from branchlake_dagster_tests.receivers.test_udp import sender
@@ -233,3 +235,36 @@ def test_a_monitoring_address_that_is_taken_is_reported() -> None:
                     pass
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_of_an_orderly_end_let_receivers_hand_over_what_they_have(number: signal.Signals) -> None:
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+
+    async def play() -> None:
+        stop = asyncio.Event()
+        stop_on_signals(stop)
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 60)
+
+    try:
+        asyncio.run(play())
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_receivers_under_nohup_outlive_their_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def play() -> None:
+        stop = asyncio.Event()
+        stop_on_signals(stop)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not stop.is_set()
+
+    try:
+        asyncio.run(play())
+    finally:
+        signal.signal(signal.SIGHUP, before)
