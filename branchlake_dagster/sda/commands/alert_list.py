@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 import polars as pl
-from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import (
     AlwaysTrue,
     And,
@@ -33,6 +32,7 @@ from branchlake_dagster.sda.alerts.log_entries import (
     sort_entries,
 )
 from branchlake_dagster.sda.commands.alert_subscribers import Acknowledgement
+from branchlake_dagster.sda.commands.published_tables import load_published_table
 from branchlake_dagster.sda.commands.row_output import print_table
 
 
@@ -89,9 +89,8 @@ class AlertListing:
 def read_alerts(reader: LakeReader, alert_filter: AlertFilter, *, history: bool) -> AlertListing:
     """Read the valid alerts, latest approach first. With `history`, read all entries in the log's order."""
     state = reader.find_state()
-    try:
-        table = reader.table(ALERT_TABLE, branch=state.ref)
-    except NoSuchTableError:
+    table = load_published_table(reader, ALERT_TABLE, state)
+    if table is None:
         return AlertListing(None, state.label)
     rows = pl.DataFrame(pl.from_arrow(table.scan(row_filter=alert_filter.row_filter()).to_arrow()))
     if history:
@@ -119,6 +118,13 @@ def alert_to_json(entry: Entry, acknowledgements: AcknowledgementsByAlert) -> di
             for one in its_acknowledgements
         ],
     }
+
+
+def csv_columns() -> list[str]:
+    """Return the columns of alerts in CSV, as `flatten_for_csv` has them of a published log."""
+    from branchlake_dagster.sda.contracts import ConjunctionAlert
+
+    return [*ConjunctionAlert.to_schema().columns, "acknowledged"]
 
 
 def flatten_for_csv(entries: pl.DataFrame, acknowledgements: AcknowledgementsByAlert) -> pl.DataFrame:

@@ -193,12 +193,13 @@ def _list(
     from branchlake_dagster.query import connect
     from branchlake_dagster.sda.commands.alert_list import (
         alert_to_json,
+        csv_columns,
         flatten_for_csv,
         read_alerts,
         show_alerts,
     )
     from branchlake_dagster.sda.commands.alert_subscribers import SubscriberStore, latest_acknowledgements
-    from branchlake_dagster.sda.commands.row_output import print_csv
+    from branchlake_dagster.sda.commands.row_output import print_csv, print_csv_header
 
     is_history = alert_filter.alert_id is not None
     listing = read_alerts(connect(settings), alert_filter, history=is_history)
@@ -207,6 +208,8 @@ def _list(
     if entries is None:
         if as_json:
             click.echo("[]")
+        elif as_csv:
+            print_csv_header(csv_columns())
         click.echo(f"No alert was published yet. Read at {listing.label}.", err=True)
         return
     shown = entries.head(limit) if limit else entries

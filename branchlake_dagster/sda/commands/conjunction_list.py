@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import polars as pl
-from pyiceberg.exceptions import NoSuchTableError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.commands.published_tables import load_published_table
 from branchlake_dagster.wording import format_printable
 
 TABLE = "sda.conjunctions"
@@ -23,7 +24,10 @@ _SHOWN = (
     *(f"relative_position_{axis}_km" for axis in "rtn"),
     *("sat1_element_age_days", "sat2_element_age_days", "previous_miss_distance_km", "first_reported"),
 )
-_SEEN = ("event_id", "kind", "tca", "miss_distance_km")
+_CHANGE_COLUMNS = (
+    *("change", "event_id", "kind", "tca", "miss_distance_km", "was_tca", "was_miss_distance_km"),
+    *("sat1_object_designator", "sat1_name", "sat2_object_designator", "sat2_name"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,12 @@ def find_missing_list(reader: LakeReader, at: str | None) -> str | None:
     `at` is a time or a commit hash; None means the present state.
     """
     state = reader.find_state(at=at)
-    try:
-        reader.table(TABLE, branch=state.ref)
-    except NoSuchTableError:
-        return state.label
-    return None
+    return state.label if load_published_table(reader, TABLE, state) is None else None
+
+
+def listed_columns(*, changes: bool) -> Sequence[str]:
+    """Return the columns of `read_conjunctions`, or with `changes` those of `compare_conjunctions`."""
+    return _CHANGE_COLUMNS if changes else _SHOWN
 
 
 def read_conjunctions(
@@ -157,16 +162,7 @@ def compare_conjunctions(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFr
         )
         .filter(pl.col("change").is_not_null())
         .with_columns(pl.coalesce("kind", "was_kind").alias("kind"))
-        .select(
-            "change",
-            *_SEEN,
-            "was_tca",
-            "was_miss_distance_km",
-            "sat1_object_designator",
-            "sat1_name",
-            "sat2_object_designator",
-            "sat2_name",
-        )
+        .select(_CHANGE_COLUMNS)
         .sort(pl.coalesce("miss_distance_km", "was_miss_distance_km"), "event_id")
     )
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,13 +87,17 @@ def conjunctions(
         ConjunctionFilter,
         compare_conjunctions,
         find_missing_list,
+        listed_columns,
         print_conjunctions,
         read_conjunctions,
     )
+    from branchlake_dagster.sda.commands.row_output import print_csv, print_csv_header
 
     reader = connect(load_command_settings(None).settings)
     wanted = ConjunctionFilter(objects, since, until, within_km, kinds)
     if label := find_missing_list(reader, at):
+        if as_csv:
+            print_csv_header(listed_columns(changes=changes_since is not None))
         click.echo(f"No close approach was published yet. Read at {label}.", err=True)
         return
     if cdm_folder is not None and originator is not None:
@@ -111,7 +114,7 @@ def conjunctions(
             before, was = read_conjunctions(reader, everything, at=changes_since)
         found, read_at = wanted.select_changes(compare_conjunctions(before, after)), f"{read_at}, since {was}"
     if as_csv:
-        sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
+        print_csv(found)
     else:
         print_conjunctions(found, rows)
     click.echo(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 import polars as pl
-from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.sda.commands.conjunction_list import print_conjunctions
+from branchlake_dagster.sda.commands.published_tables import load_published_table
 from branchlake_dagster.sda.ephemerides.listing import close_approaches
 from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.messages.oem import time_of
@@ -91,15 +91,14 @@ def _read_ephemeris(path: Path) -> ReadEphemeris:
 def _read_catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     """Read the tracked objects with names, and a label of the state that was read."""
     place = reader.find_state(at=at)
-    try:
-        table = reader.table("sda.catalogue", branch=place.ref)
-    except NoSuchTableError as error:
+    table = load_published_table(reader, "sda.catalogue", place)
+    if table is None:
         raise ConfigurationError(
             f"There is no catalog at {place.label}.",
             table="sda.catalogue",
             hint="Run catalogue_job first, or name a later time with --at.",
             reason="catalogue_missing",
-        ) from error
+        )
     there = {field.name for field in table.schema().fields}
     texts = [name for name in ("object_name", "object_id") if name in there]
     wanted = ", ".join(["sat_no", "epoch", *ELEMENT_FIELDS, *texts])

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import polars as pl
-from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import (
     BooleanExpression,
     EqualTo,
@@ -24,7 +23,9 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.history.change import ChangedFile
 from branchlake_dagster.history.ranges import ColumnRanges, union_ranges
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.query.reference import LakeState
 from branchlake_dagster.sda.commands.alert_list import all_of
+from branchlake_dagster.sda.commands.published_tables import load_published_table
 
 OBSERVATION_TABLE = "sda.observations"
 ASSOCIATION_TABLE = "sda.associations"
@@ -120,6 +121,24 @@ def find_newest_hour(table: Table) -> datetime | None:
     return None if span is None else span.high.replace(minute=0, second=0, microsecond=0)
 
 
+def observation_columns() -> list[str]:
+    """Return the columns that `read_observations` reads of a published table."""
+    from branchlake_dagster.sda.contracts import Observation
+
+    return [
+        *Observation.to_schema().columns,
+        *(name for name in _ASSOCIATION_SCHEMA if name != "observation_id"),
+    ]
+
+
+def track_columns() -> list[str]:
+    """Return the columns that `read_tracks` reads of a published table, for the default kinds of sensor."""
+    from branchlake_dagster.sda.estimation.arrow import track_schema
+    from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+
+    return list(map(str, track_schema(SOURCE_KINDS).names))
+
+
 def read_observations(
     reader: LakeReader, wanted: MeasurementFilter, *, only_uncorrelated: bool = False
 ) -> MeasurementListing:
@@ -130,11 +149,11 @@ def read_observations(
     no object are read, and `wanted.objects` selects by the claim.
     """
     state = reader.find_state()
-    table = _load_table(reader, OBSERVATION_TABLE, state.ref)
+    table = load_published_table(reader, OBSERVATION_TABLE, state)
     if table is None:
         return MeasurementListing(None, state.label)
     timed = wanted.with_times(table)
-    associations = _read_associations(reader, state.ref, timed, only_uncorrelated=only_uncorrelated)
+    associations = _read_associations(reader, state, timed, only_uncorrelated=only_uncorrelated)
     parts = [*timed.time_filter("sensor_timestamp"), *timed.sensor_filter()]
     if only_uncorrelated or timed.objects:
         parts.append(_bounds_of(associations, timed.objects if not only_uncorrelated else ()))
@@ -155,11 +174,11 @@ def read_observations(
 
 
 def _read_associations(
-    reader: LakeReader, ref: str, wanted: MeasurementFilter, *, only_uncorrelated: bool
+    reader: LakeReader, state: LakeState, wanted: MeasurementFilter, *, only_uncorrelated: bool
 ) -> pl.DataFrame:
     """Read the associations of the selected hours. Without a table the result is empty."""
     times = {"sensor_timestamp": pl.Datetime("us", "UTC"), "source_id": pl.String()}
-    table = _load_table(reader, ASSOCIATION_TABLE, ref)
+    table = load_published_table(reader, ASSOCIATION_TABLE, state)
     if table is None:
         return pl.DataFrame(schema={**_ASSOCIATION_SCHEMA, **times})
     parts = [*wanted.time_filter("sensor_timestamp"), *wanted.sensor_filter()]
@@ -199,7 +218,7 @@ def read_tracks(
     Raises ColumnNotThere if the table does not have the column of a filter yet.
     """
     state = reader.find_state()
-    table = _load_table(reader, TRACK_TABLE, state.ref)
+    table = load_published_table(reader, TRACK_TABLE, state)
     if table is None:
         return MeasurementListing(None, state.label)
     timed = wanted.with_times(table)
@@ -235,13 +254,6 @@ def with_position_sigma(tracks: pl.DataFrame) -> pl.DataFrame:
         return tracks
     variance = (pl.col("cx_x") + pl.col("cy_y") + pl.col("cz_z")) * pl.max_horizontal("chi2_per_dof", 1.0)
     return tracks.with_columns(variance.sqrt().alias("position_sigma_km"))
-
-
-def _load_table(reader: LakeReader, name: str, ref: str) -> Table | None:
-    try:
-        return reader.table(name, branch=ref)
-    except NoSuchTableError:
-        return None
 
 
 def _scan(

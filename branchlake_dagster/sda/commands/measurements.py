@@ -92,12 +92,24 @@ def observations(
     branchlake sda observations --sensor radar-03 --uncorrelated --csv > uncorrelated.csv
     """
     from branchlake_dagster.query import connect
-    from branchlake_dagster.sda.commands.measurement_list import MeasurementFilter, read_observations
+    from branchlake_dagster.sda.commands.measurement_list import (
+        MeasurementFilter,
+        observation_columns,
+        read_observations,
+    )
 
     wanted = MeasurementFilter(objects, kinds, sensors, since, until)
     reader = connect(load_command_settings(None).settings)
     listing = read_observations(reader, wanted, only_uncorrelated=uncorrelated)
-    _print(listing, "observation", _OBSERVATION_COLUMNS, limit=limit, as_json=as_json, as_csv=as_csv)
+    _print(
+        listing,
+        "observation",
+        _OBSERVATION_COLUMNS,
+        observation_columns,
+        limit=limit,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
 
 
 @click.command()
@@ -126,6 +138,7 @@ def tracks(
         MeasurementFilter,
         MeasurementListing,
         read_tracks,
+        track_columns,
         with_position_sigma,
     )
 
@@ -134,19 +147,20 @@ def tracks(
     listing = read_tracks(reader, wanted, only_preferred=preferred)
     if listing.rows is not None:
         listing = MeasurementListing(with_position_sigma(listing.rows), listing.label)
-    _print(listing, "track", _TRACK_COLUMNS, limit=limit, as_json=as_json, as_csv=as_csv)
+    _print(listing, "track", _TRACK_COLUMNS, track_columns, limit=limit, as_json=as_json, as_csv=as_csv)
 
 
 def _print(
     listing: MeasurementListing,
     noun: str,
     columns: dict[str, str],
+    columns_of_csv: Callable[[], list[str]],
     *,
     limit: int | None,
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    from branchlake_dagster.sda.commands.row_output import print_csv, rows_to_json
+    from branchlake_dagster.sda.commands.row_output import print_csv, print_csv_header, rows_to_json
 
     if as_json and as_csv:
         raise click.UsageError("Give only one of --json and --csv.")
@@ -154,6 +168,8 @@ def _print(
     if rows is None:
         if as_json:
             click.echo("[]")
+        elif as_csv:
+            print_csv_header(columns_of_csv())
         click.echo(f"No {noun} was published yet. Read at {listing.label}.", err=True)
         return
     shown = rows.head(limit) if limit else rows

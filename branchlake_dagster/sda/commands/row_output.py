@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -25,6 +26,11 @@ def print_table(table: Table) -> None:
 def print_csv(rows: pl.DataFrame) -> None:
     """Print rows as CSV. Times are in UTC."""
     sys.stdout.write(rows.write_csv(datetime_format=CSV_TIME))
+
+
+def print_csv_header(columns: Sequence[str]) -> None:
+    """Print the first line of a CSV, for rows of a table that does not exist yet."""
+    print_csv(pl.DataFrame(schema=dict.fromkeys(columns, pl.String)))
 
 
 def rows_to_json(rows: pl.DataFrame) -> list[dict[str, Any]]:

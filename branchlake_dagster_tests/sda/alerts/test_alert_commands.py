@@ -58,10 +58,12 @@ def numbers(result: Result) -> list[int]:
 
 
 def test_without_a_table_there_are_no_alerts(log: AlertLog, run: Run) -> None:
-    for options in ((), ("--history", alert_id(1)), ("--csv",)):
+    for options in ((), ("--history", alert_id(1))):
         assert run(*options).stdout == ""
+    header = run("--csv").stdout
     assert json.loads(run("--json").stdout) == []
     log.publish()  # and with an empty one
+    assert run("--csv").stdout == header
     assert json.loads(run("--json").stdout) == []
     assert alert_id(1) not in run().stdout
 
