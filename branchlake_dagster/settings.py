@@ -33,6 +33,10 @@ _PIPELINE_VARIABLES = (
     f"{VARIABLE_PREFIX}SENSORS",
 )
 """Variables that only the space pipeline reads."""
+_HEAP_SIZE = re.compile(r"([1-9][0-9]*)([kmgt])", re.ASCII | re.IGNORECASE)
+_HEAP_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MIN_HEAP_BYTES = 512 << 20
+"""Spark does not start with less than 450 MiB, of which a garbage collector's own share does not count."""
 _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
@@ -172,8 +176,7 @@ class Settings(BaseSettings):
     )
     spark_driver_memory: str = Field(
         "3g",
-        pattern=r"^\s*[1-9][0-9]*\s*[kKmMgGtT]?[bB]?\s*$",
-        description="Heap of the embedded Spark server, or of a classic session.",
+        description="Heap of the embedded Spark server, or of a classic session: a number with k, m, g or t.",
     )
     spark_java_options: str | None = Field(
         None, description="More options for the JVM of the embedded Spark server, such as -XX:+UseParallelGC."
@@ -449,10 +452,25 @@ class Settings(BaseSettings):
         # An environment variable is always text, and "false" must not become the path of a CA bundle.
         return {"true": True, "false": False}.get(str(value).lower(), value)
 
+    @field_validator("spark_driver_memory")
+    @classmethod
+    def _require_heap_size(cls, value: str) -> str:
+        # Spark's launcher passes the text to Java as it is. Java knows no unit "gb", and takes a number
+        # without a unit for bytes.
+        size = value.strip()
+        match = _HEAP_SIZE.fullmatch(size)
+        if match is None:
+            raise ValueError(f"{value!r} is not a heap size of Java; write a number with k, m, g or t: 3g")
+        if int(match[1]) * _HEAP_UNITS[match[2].lower()] < _MIN_HEAP_BYTES:
+            raise ValueError(f"{size} is less than Spark needs; use 512m or more")
+        return size
+
     @field_validator("spark_java_options")
     @classmethod
-    def _require_shell_words(cls, value: str | None) -> str | None:
-        shlex.split(value or "")  # raises ValueError, for example for a quote that is not closed
+    def _require_java_options(cls, value: str | None) -> str | None:
+        options = shlex.split(value or "")  # raises ValueError, for example for a quote that is not closed
+        if any("-Xmx" in option for option in options):  # Spark's launcher refuses them
+            raise ValueError("-Xmx cannot be set here; set the heap with BRANCHLAKE_SPARK_DRIVER_MEMORY")
         return value
 
     @field_validator("reap_interval_min")

@@ -230,7 +230,11 @@ def test_plans_for_a_remote_spark_hold_no_s3_keys() -> None:
         *(("warehouse", value) for value in ("", " ", "s3://lake/tables ", " s3://lake", "lake/tables")),
         *(("kafka_bootstrap", value) for value in ("kafka 9092", "kafka:x", "a:1/b")),
         *(("receivers", value) for value in ("localhost:9464", "http://a:1,b:2")),
-        *(("spark_driver_memory", value) for value in ("", "-3g", "0g", "much")),
+        *(
+            ("spark_driver_memory", value)
+            for value in ("", "-3g", "0g", "much", "3gb", "3GB", "3072", "1.5g", "3 g", "64m", "3e")
+        ),
+        *(("spark_java_options", value) for value in ("-Xmx4g", "-Da=b -Xmx4g")),
     ],
 )
 def test_a_wrong_address_is_refused_at_once(name: str, value: str) -> None:
@@ -248,7 +252,8 @@ def test_a_wrong_address_is_refused_at_once(name: str, value: str) -> None:
         ("warehouse", "file:///srv/my lake"),
         ("kafka_bootstrap", "kafka-1:9092, SASL_SSL://kafka_2:9093,[::1]:9092,kafka"),
         ("receivers", "http://a:1, https://b:2,"),
-        ("spark_driver_memory", "3072m"),
+        *(("spark_driver_memory", value) for value in ("3072m", "3G", "1t", "524288k")),
+        ("spark_java_options", "-Xss8m -XX:MaxRAMPercentage=50"),
     ],
 )
 def test_a_right_address_is_accepted(name: str, value: str) -> None:
