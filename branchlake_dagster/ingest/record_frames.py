@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
@@ -206,6 +207,17 @@ _LANDING_DDL = (
 
 _FIRST_MS, _END_MS = -62_135_596_800_000, 253_402_300_800_000
 """The years 1 to 9999, which are all that Python and PyIceberg support."""
+
+
+_NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+
+
+def to_time_us(at: pa.TimestampScalar) -> int | None:
+    """Return the time of a landed record in µs since 1970, or None for null.
+
+    Receivers write microseconds. Other writers may have another unit.
+    """
+    return None if at.value is None else at.value * _NS[at.type.unit] // 1_000
 
 
 def valid_time_us(time_us: int) -> int | None:
@@ -551,7 +563,7 @@ class LandingRecords:
                 rows = pq.read_table(file.path, partitioning=None, page_checksum_verification=True)
                 row = rows.filter(pc.equal(rows["offset"], offset))
                 has_time = "timestamp" in row.column_names
-                time_us = row["timestamp"].cast("int64")[0].as_py() if has_time else None
+                time_us = to_time_us(row["timestamp"][0]) if has_time else None
                 kept_columns = [name for name in ("key", "value", "headers") if name in row.column_names]
                 (values,) = row.select(kept_columns).to_pylist()
             headers = [(header["key"], header["value"]) for header in values.get("headers") or ()]

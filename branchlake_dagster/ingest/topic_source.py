@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +22,10 @@ from branchlake_dagster.ingest.record_frames import (
     LandingRecords,
     Records,
     reading_landing_file,
+    to_time_us,
+    valid_time_us,
 )
+from branchlake_dagster.ingest.worker_writer import NO_TIME_US
 from branchlake_dagster.receivers.landing import Landing, LandingFile
 from branchlake_dagster.settings import Settings
 
@@ -72,7 +75,7 @@ class LandingTopics:
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
         """Return the offset of the first record since a time, by partition; the end if there is none.
 
-        The time of a record is the time of its receipt.
+        The time of a record is the time of its receipt. Records without a time are passed over.
         """
         return {
             partition: self._first_since(topic, partition.partition, moment)
@@ -86,8 +89,9 @@ class LandingTopics:
             with reading_landing_file(file):
                 rows = pq.read_table(file.path, columns=["offset", "timestamp"], partitioning=None)
                 since = rows.filter(pc.greater_equal(rows["timestamp"], moment))
-            if since.num_rows:
-                return int(since["offset"][0].as_py())
+                for offset, at in zip(since["offset"], since["timestamp"], strict=True):
+                    if to_time_us(at) != NO_TIME_US:
+                        return int(offset.as_py())
         return topic.ends[partition]
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
@@ -106,8 +110,7 @@ class LandingTopics:
             if file is not None:
                 with reading_landing_file(file):
                     rows = pq.read_table(file.path, columns=["timestamp"], partitioning=None)
-                    record_time = rows["timestamp"][max(offset - file.first, 0)]
-                record_times.append(_to_datetime(record_time))
+                    record_times.append(_to_datetime(rows["timestamp"][max(offset - file.first, 0)]))
         return min((at for at in record_times if at is not None), default=None)
 
     def _file_of_offset(self, topic: str, partition: int, offset: int) -> LandingFile | None:
@@ -124,12 +127,13 @@ class LandingTopics:
 
 
 def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
-    """Convert a time to a datetime in UTC. Return None for null and for years outside of 1 to 9999."""
-    try:
-        time: datetime | None = at.as_py()
-    except (ValueError, OverflowError):
-        return None
-    return time and time.astimezone(UTC)
+    """Convert a time to a datetime in UTC.
+
+    Return None for null, for -1 ms, which means no time in Kafka, and for years outside of 1 to 9999.
+    """
+    time_us = to_time_us(at)
+    valid_us = None if time_us is None else valid_time_us(time_us)
+    return None if valid_us is None else datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=valid_us)
 
 
 def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:

@@ -234,13 +234,23 @@ class Landing:
                     subject=f"{topic}[{partition}]",
                 )
         for earlier, later in pairwise(spans):
-            if later[0] != earlier[1] + 1:
-                damage = "missing" if later[0] > earlier[1] else "duplicated"
+            where = f"Partition {partition} of topic {topic} in {self.folder} is damaged"
+            if later[0] > earlier[1] + 1:
+                gap = (earlier[1] + 1, later[0] - 1)
                 raise LandingDamaged(
-                    f"Partition {partition} of topic {topic} in {self.folder} is damaged: between"
-                    f" {file_name(*earlier)} and {file_name(*later)} offsets are {damage}.",
-                    hint="Restore the missing files, or remove the duplicates.",
-                    reason="offsets_missing" if later[0] > earlier[1] else "offsets_twice",
+                    f"{where}: the offsets {gap[0]} to {gap[1]} are missing, of the file {file_name(*gap)}"
+                    " or of several files.",
+                    hint="Restore them from a backup. Until then nothing of the topic is read. If they are"
+                    " lost, docs/operations.md has the steps to continue without them under LandingDamaged.",
+                    reason="offsets_missing",
+                    subject=f"{topic}[{partition}]",
+                )
+            if later[0] <= earlier[1]:
+                raise LandingDamaged(
+                    f"{where}: {file_name(*earlier)} and {file_name(*later)} both have the offset"
+                    f" {later[0]}.",
+                    hint="Remove the file that no receiver has written, such as a copy.",
+                    reason="offsets_twice",
                     subject=f"{topic}[{partition}]",
                 )
         return spans

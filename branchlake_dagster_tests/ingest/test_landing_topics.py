@@ -307,3 +307,58 @@ def test_a_file_that_another_removal_took_stops_no_removal(
     remove_read_files(landing, [topic], {one: 4}, finished_before=2_000.0)
     monkeypatch.undo()
     assert landing.offsets("a", 0) == (3, 4)
+
+
+# -- times ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_times_of_other_writers_are_those_of_kafka_records(tmp_path: Path, unit: str) -> None:
+    """-1 ms means no time, whatever the unit of the file."""
+    land(tmp_path, "a", values(1, 2, 3))
+    (file,) = Landing(tmp_path).files("a", 0)
+    rows = pq.read_table(file.path, partitioning=None)
+    index = rows.schema.get_field_index("timestamp")
+    times_ms = pa.array([-1, 5_000, 7_000], pa.timestamp("ms", "UTC"))
+    pq.write_table(rows.set_column(index, "timestamp", times_ms.cast(pa.timestamp(unit, "UTC"))), file.path)
+    topics = LandingTopics(tmp_path)
+    topic = topics.describe(["a"])["a"]
+    (one,) = topic.partitions()
+    assert topics.earliest_time({one: 0}) is None
+    assert topics.earliest_time({one: 1}) == datetime.fromtimestamp(5, UTC)
+    assert topics.offsets_at_time(topic, datetime(1960, 1, 1, tzinfo=UTC)) == {one: 1}
+    fetched = LandingRecords(tmp_path).fetch([(one, 0), (one, 1)])
+    assert [record.timestamp_us for record in fetched] == [None, 5_000_000]
+
+
+# -- missing and foreign files -------------------------------------------------------------------------
+
+
+def test_a_missing_file_in_the_middle_is_named_and_nothing_is_read(
+    lakehouse: Lakehouse, tmp_path: Path
+) -> None:
+    land(tmp_path, "a", values(1, 2), values(3, 4, 5), values(6))
+    Landing(tmp_path).files("a", 0)[1].path.unlink()
+    driver = LandingDriver(lakehouse, tmp_path, an_ingest(), NO_SESSION)
+    name = f"{2:020}-{4:020}.parquet"
+    with raising(LandingDamaged, 2, 4, name, reason="offsets_missing", subject="a[0]"):
+        driver.look()
+
+
+def test_foreign_files_in_a_partition_are_not_read(tmp_path: Path) -> None:
+    land(tmp_path, "a", values(1, 2), values(3))
+    folder = tmp_path / "a" / "0"
+    (first, _) = Landing(tmp_path).files("a", 0)
+    before = LandingTopics(tmp_path).describe(["a"])
+    whole = first.path.read_bytes()
+    name = first.path.name
+    for foreign in (f"{name}~", f".{name}.swp", f"{name}.tmp", f"copy of {name}", "empty.parquet", "notes"):
+        (folder / foreign).write_bytes(whole if name in foreign else b"")
+    for foreign_folder in ("old", ".git", f"{name}.d"):
+        (folder / foreign_folder).mkdir()
+    (tmp_path / "a" / "1~").write_bytes(b"")
+    (tmp_path / "a" / "2").write_bytes(b"")  # a file where a partition's folder would be
+    (tmp_path / "a" / "old").mkdir()
+    assert LandingTopics(tmp_path).describe(["a"]) == before
+    (one,) = before["a"].partitions()
+    assert len(LandingRecords(tmp_path).fetch([(one, 0), (one, 1), (one, 2)])) == 3

@@ -27,6 +27,7 @@ from branchlake_dagster.ingest.kafka_topics import KafkaTopics, translate_spark_
 from branchlake_dagster.ingest.offsets import Topic, TopicPartition
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.ingest.topic_source import LandingTopics
+from branchlake_dagster.ingest.worker_writer import NO_TIME_US
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.spark.session import translate_refusals
 from branchlake_dagster.stored_names import LakeProperty
@@ -188,10 +189,10 @@ def test_a_time_that_no_calendar_has_is_not_known(
 
 def test_nor_that_of_a_landed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.parquet"
-    times = pa.array([253_402_300_800_000_000, None], pa.timestamp("us", "UTC"))
+    times = pa.array([253_402_300_800_000_000, None, NO_TIME_US], pa.timestamp("us", "UTC"))
     pq.write_table(pa.table({"timestamp": times}), path)
     monkeypatch.setattr(LandingTopics, "_file_of_offset", lambda *_: SimpleNamespace(path=path, first=0))
-    for offset in (0, 1):
+    for offset in (0, 1, 2):
         assert LandingTopics(tmp_path).earliest_time({ONE: offset}) is None
 
 
