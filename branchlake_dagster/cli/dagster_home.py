@@ -79,28 +79,29 @@ def open_instance(settings: Settings, *, read_only: bool = False) -> Iterator[Da
 
     The folder in `DAGSTER_HOME` is used as it is: only `dagster_home` configures it, for `branchlake up` and
     the demo. The default home, `dagster` in the state folder, is created and configured if needed. With
-    `read_only` it is not: without a default home, the instance is an empty one in memory, and no variable is
-    set. Otherwise sets the same variables as `dagster_home`.
+    `read_only` it is not. With `read_only`, a folder that holds no instance yet is not changed either: the
+    instance is an empty one in memory, and no variable is set. Otherwise sets the same variables as
+    `dagster_home`.
 
     Raises ConfigurationError if the folder does not exist, or if Dagster cannot open its instance.
     """
     from dagster import DagsterInstance
 
     home = dagster_home_path(settings)
-    if home.resolve() == (settings.state_dir / "dagster").resolve():
-        if not read_only:
-            dagster_home(settings)
-        elif not _is_used_home(home):
-            with DagsterInstance.ephemeral() as empty_instance:
-                yield empty_instance
-            return
-    elif not home.is_dir():
+    is_default = home.resolve() == (settings.state_dir / "dagster").resolve()
+    if not is_default and not home.is_dir():
         raise ConfigurationError(
             f"DAGSTER_HOME is {home}, which is not a folder.",
             hint="Correct DAGSTER_HOME, or let `branchlake up` create the folder.",
             reason="dagster_home_missing",
             subject=str(home),
         )
+    if read_only and not _is_used_home(home):
+        with DagsterInstance.ephemeral() as empty_instance:
+            yield empty_instance
+        return
+    if is_default and not read_only:
+        dagster_home(settings)
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
     try:
@@ -108,14 +109,22 @@ def open_instance(settings: Settings, *, read_only: bool = False) -> Iterator[Da
             warnings.simplefilter("ignore")  # Dagster warns of a folder without dagster.yaml
             opened_instance = DagsterInstance.get()
     except Exception as error:
-        raise ConfigurationError(
-            f"Dagster's instance in {home} cannot be opened: {format_first_line(error)}.",
-            hint=f"Correct {home / 'dagster.yaml'}, or start the database that it names.",
-            reason="dagster_unavailable",
-            subject=str(home),
-        ) from error
+        raise build_not_opened(home, error) from error
     with opened_instance as instance:
         yield instance
+
+
+def build_not_opened(home: Path, error: Exception) -> ConfigurationError:
+    """Return the error for a home whose instance Dagster cannot open, which raised `error`.
+
+    YAML, SQLite, Dagster's checks and the classes that a `dagster.yaml` names raise errors of many kinds.
+    """
+    return ConfigurationError(
+        f"Dagster's instance in {home} cannot be opened: {format_first_line(error)}.",
+        hint=f"Correct {home / 'dagster.yaml'}, or start the database that it names.",
+        reason="dagster_unavailable",
+        subject=str(home),
+    )
 
 
 def dagster_home_path(settings: Settings) -> Path:
@@ -125,7 +134,7 @@ def dagster_home_path(settings: Settings) -> Path:
 
 def _is_used_home(home: Path) -> bool:
     """Return whether a folder holds a Dagster instance, so that opening it creates nothing."""
-    return (home / "dagster.yaml").is_file() or (home / "history").is_dir()
+    return (home / "dagster.yaml").exists() or (home / "history").is_dir()
 
 
 def prepare_home(home: Path) -> None:

@@ -5,6 +5,7 @@ The checks start no server. They write only to a temporary branch and a temporar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ _CORRECT_THE_CODE = (
     "Correct the error if this code location has your lake. Until then, the settings come from another"
     " source."
 )
+_WIDE = 200
+"""Width of the table, in characters, if the output is not a terminal."""
 _COLORS: dict[FindingState, str] = {"right": "green", "wrong": "red", "off": "yellow"}
 
 
@@ -58,8 +61,9 @@ def examination_to_dict(examination: Examination) -> dict[str, Any]:
 
 def show_examination(examination: Examination) -> None:
     """Print the findings of all checks as a table, followed by the remedies of those that have one."""
-    console = Console()
-    table = Table("subject", "check", "state", "result")
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    table = Table("subject", "check", "state")
+    table.add_column("result", overflow="fold")
     for finding in examination.findings:
         color = _COLORS[finding.state]
         table.add_row(

@@ -30,6 +30,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.cleanup.jobs import reap_branches, reaper_limits
 from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
+from branchlake_dagster.cli.dagster_home import build_not_opened
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK
 from branchlake_dagster.embedded.java import (
     NESSIE_RUNS_ON,
@@ -158,7 +159,11 @@ def examine_dagster(examination: Examination, settings: Settings) -> None:
     check = partial(examination.run_check, "Dagster")
     home_variable = os.environ.get("DAGSTER_HOME")
     home = Path(home_variable) if home_variable else settings.state_dir / "dagster"
-    if not (home / "dagster.yaml").is_file():
+    if home.exists() and not home.is_dir():
+        examination.add_finding(
+            "Dagster", "home", "wrong", f"{home} is not a folder", "Set DAGSTER_HOME to a folder."
+        )
+    elif not (home / "dagster.yaml").exists():
         result = f"{home} has no dagster.yaml"
         examination.add_finding(
             "Dagster", "home", "off", result, "`branchlake up` writes one; docs/deployment.md shows others."
@@ -199,7 +204,7 @@ def _require_readable_home(home: Path) -> str:
 
 
 def _format_storage(home: Path) -> str:
-    with _postgres_errors(home), DagsterInstance.from_config(str(home)) as instance:
+    with _open_home(home) as instance:
         runs = instance.get_runs_count()
         storages = {type(storage).__name__ for storage in (instance.run_storage, instance.event_log_storage)}
         return f"{' and '.join(sorted(storages))}, {format_count(runs, 'run')}"
@@ -212,7 +217,7 @@ def _check_newest_publication(home: Path, settings: Settings) -> str:
 
     Costs one query to Dagster's run storage, and reads the log of `main` since that run started.
     """
-    with DagsterInstance.from_config(str(home)) as instance:
+    with _open_home(home) as instance:
         run_filter = RunsFilter(tags={RunTag.STATUS: str(RunState.PUBLISHED), RunTag.LAKE: settings.lake_id})
         newest_records = instance.get_run_records(run_filter, limit=1, order_by="update_timestamp")
     if not newest_records:
@@ -243,10 +248,10 @@ def _add_ownerless_branches(examination: Examination, home: Path, settings: Sett
     """
     try:
         lake = Lakehouse(settings, start=False)
-        with DagsterInstance.from_config(str(home)) as instance:
+        with _open_home(home) as instance:
             decisions = list(reap_branches(lake, instance, dry_run=True))
-    except (BranchlakeError, OSError):
-        return  # the lake does not run, or the findings on Nessie and the warehouse show the error
+    except _EXPECTED_ERRORS:
+        return  # the lake does not run, or the findings on Nessie, the warehouse and Dagster show the error
     branches = find_ownerless_branches(decisions, reaper_limits(settings).orphan_grace)
     if not branches:
         examination.add_finding("Dagster", "branches of other instances", "right", "no inactive branches")
@@ -290,6 +295,20 @@ def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> l
 
 
 @contextmanager
+def _open_home(home: Path) -> Iterator[DagsterInstance]:
+    """Open Dagster's instance in folder `home`. Raises ConfigurationError if Dagster cannot open it."""
+    with _postgres_errors(home):
+        try:
+            opened_instance = DagsterInstance.from_config(str(home))
+        except _EXPECTED_ERRORS:
+            raise
+        except Exception as error:
+            raise build_not_opened(home, error) from error
+        with opened_instance as instance:
+            yield instance
+
+
+@contextmanager
 def _postgres_errors(home: Path) -> Iterator[None]:
     """Convert an error of Dagster's storage on Postgres in the block to ConfigurationError.
 
@@ -315,7 +334,7 @@ def _postgres_errors(home: Path) -> Iterator[None]:
 
 
 def _read_dagster_yaml(home: Path) -> str:
-    return (home / "dagster.yaml").read_text()
+    return (home / "dagster.yaml").read_text(errors="replace")
 
 
 def examine_kafka(examination: Examination, settings: Settings) -> None:

@@ -441,7 +441,14 @@ def down(module: str | None) -> None:
     from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
     settings = load_command_settings(module).settings
-    if warning := find_daemon_warning(settings):
+    try:
+        warning = find_daemon_warning(settings)
+    except Exception as error:  # noqa: BLE001 - YAML, SQLite and Dagster raise many classes
+        warning = (
+            f"Dagster's home cannot be read ({type(error).__name__}), so it is unknown whether a Dagster"
+            " daemon uses this lake. Such a daemon starts the servers again."
+        )
+    if warning:
         print_progress(warning)
     server_names = (
         *EmbeddedServers(settings, notify=print_progress).stop_all(),

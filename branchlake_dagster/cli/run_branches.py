@@ -6,12 +6,10 @@ judge or publish it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
@@ -22,7 +20,7 @@ from branchlake_dagster.cleanup.reaper_rules import Reaping
 from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.consoles import open_console
-from branchlake_dagster.cli.dagster_home import open_instance
+from branchlake_dagster.cli.dagster_home import dagster_home_path, open_instance
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
@@ -334,14 +332,14 @@ def find_daemon_warning(settings: Settings) -> str | None:
 
     Reads the daemon's heartbeat in Dagster's storage, so the daemon may run on any machine. A daemon that
     ended less than 45 s ago cannot be distinguished from a running one. Does not create a Dagster home.
-    """
-    home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster")
-    if not (home / "dagster.yaml").exists():
-        return None
-    os.environ["DAGSTER_HOME"] = str(home.absolute())
-    from dagster import DagsterInstance, DagsterRunStatus, RunsFilter
 
-    with DagsterInstance.get() as instance:
+    Raises ConfigurationError, and errors of Dagster's storage, if the home cannot be read.
+    """
+    from dagster import DagsterRunStatus, RunsFilter
+
+    if not (dagster_home_path(settings) / "dagster.yaml").exists():
+        return None
+    with open_instance(settings, read_only=True) as instance:
         heartbeat_times = [beat.timestamp for beat in instance.get_daemon_heartbeats().values()]
         running = instance.get_runs_count(RunsFilter(statuses=[DagsterRunStatus.STARTED]))
     heartbeat_ages = [time.time() - beat for beat in heartbeat_times]

@@ -216,6 +216,45 @@ def test_only_branches_that_nobody_works_on_are_listed(
     assert find_ownerless_branches([one], timedelta(hours=1)) == ([one] if is_listed else [])
 
 
+DAMAGED_FILES = {
+    "syntax": b"{{{ not yaml: [",
+    "bytes": b"\xff\xfe\x00bin",
+    "list": b"- a list",
+    "class": b"run_storage: {module: nowhere, class: Storage, config: {}}",
+    "folder": None,
+}
+
+
+def damage_home(home: Path, kind: str) -> None:
+    """Create Dagster's home with a damaged `dagster.yaml`."""
+    home.mkdir()
+    config, content = home / "dagster.yaml", DAMAGED_FILES[kind]
+    config.mkdir() if content is None else config.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", DAMAGED_FILES)
+def test_a_damaged_dagster_yaml_is_a_finding(tmp_path: Path, kind: str) -> None:
+    damage_home(tmp_path / "dagster", kind)
+    code, found = doctor()
+    assert code == 1
+    assert found["Dagster", "storage"]["state"] == "wrong"
+    assert "dagster.yaml" in found["Dagster", "storage"]["remedy"]
+
+
+def test_a_file_in_place_of_dagsters_home_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "dagster").touch()
+    code, found = doctor()
+    assert (code, found["Dagster", "home"]["state"]) == (1, "wrong")
+
+
+@pytest.mark.parametrize("kind", DAMAGED_FILES)
+def test_servers_can_be_stopped_whatever_dagsters_home_is(tmp_path: Path, kind: str) -> None:
+    damage_home(tmp_path / "dagster", kind)
+    result = CliRunner().invoke(main, ["down"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr
+
+
 def test_postgres_without_its_extra(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
     import sys
 

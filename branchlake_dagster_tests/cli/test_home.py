@@ -90,6 +90,19 @@ def test_a_command_that_changes_nothing_prepares_no_home(
     assert [*tmp_path.rglob("*")] == ([state_dir, state_dir / "dagster"] if has_folder else [])
 
 
+def test_a_command_that_changes_nothing_writes_nothing_to_a_named_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dagster would create its databases in a folder that was named by mistake."""
+    home = tmp_path / "somebodys"
+    home.mkdir()
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", "before")
+    with open_instance(Settings(state_dir=tmp_path / "state"), read_only=True) as instance:
+        assert instance.get_runs_count() == 0
+    assert [*tmp_path.rglob("*")] == [home]
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_the_home_in_the_state_folder_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_named: bool
