@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
+import operator
 import os
 import secrets
 import shutil
@@ -179,6 +181,8 @@ LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS, _TRIES = 20_000, 12_000, 50
 """Below Linux's range for clients, which begins at 32,768."""
 _PORT_TIMEOUT_S = 1.0
+_END_OF_PORTS = 1 << 16
+_END_OF_PIDS = 1 << 31
 
 
 def choose_port(wanted: int, *, setting: str) -> int:
@@ -221,7 +225,7 @@ def _load_port(path: Path) -> int:
         port = int(path.read_text())
     except (OSError, ValueError):
         return 0
-    return port if 0 < port < 2**16 else 0
+    return port if 0 < port < _END_OF_PORTS else 0
 
 
 def _is_free(port: int) -> bool:
@@ -278,9 +282,12 @@ class ProcessRecord:
     def load(cls, path: Path) -> ProcessRecord | None:
         """Return the record at `path`; None if it does not exist or is damaged, as after an unclean stop."""
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            record = cls(**json.loads(path.read_text()))
+            pid, port, started_s = operator.index(record.pid), operator.index(record.port), record.started_s
+            is_valid = 0 < pid < _END_OF_PIDS and 0 <= port < _END_OF_PORTS and math.isfinite(started_s)
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
             return None
+        return record if is_valid else None
 
 
 def is_same_start(first: float, second: float) -> bool:

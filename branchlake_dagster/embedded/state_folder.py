@@ -233,9 +233,11 @@ def ensure_credentials(path: Path) -> Credentials:
 def find_credentials(path: Path) -> Credentials | None:
     """Return the credentials at `path`; None if the file does not exist or is damaged."""
     try:
-        return Credentials(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        credentials = Credentials(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    is_valid = isinstance(credentials.token, str) and isinstance(credentials.public_key, str)
+    return credentials if is_valid else None
 
 
 def create_credentials() -> Credentials:

@@ -329,7 +329,27 @@ def test_a_server_ends_by_sigterm_although_its_starter_ignores_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"name": "nessie"}', json.dumps({"pid": 1, "what": "else"}), "\x00\x00"]
+    "content",
+    [
+        *("", "{", "[]", '{"name": "nessie"}', json.dumps({"pid": 1, "what": "else"}), "\x00\x00", "null"),
+        *(
+            json.dumps({"name": "nessie", "pid": 1, "started_s": 1.0, "port": 1} | damage)
+            for damage in (
+                {"pid": "1"},
+                {"pid": -1},
+                {"pid": 0},
+                {"pid": 10**23},
+                {"pid": 1.5},
+                {"pid": None},
+                {"started_s": None},
+                {"started_s": "1"},
+                {"started_s": float("nan")},
+                {"port": "abc"},
+                {"port": -1},
+                {"port": 70_000},
+            )
+        ),
+    ],
 )
 def test_a_damaged_record_counts_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "nessie.json"

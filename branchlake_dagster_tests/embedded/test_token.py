@@ -44,8 +44,9 @@ def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
     assert state_folder.ensure_credentials(path) == made
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.token not in repr(made)
-    path.write_text("{")  # cut off
-    assert state_folder.find_credentials(path) is None
+    for damaged in ('{"token": 1, "public_key": null}', "{"):  # the last one is cut off
+        path.write_text(damaged)
+        assert state_folder.find_credentials(path) is None
     assert state_folder.ensure_credentials(path) != made
     assert set(json.loads(path.read_text())) == {"token", "public_key"}
 
