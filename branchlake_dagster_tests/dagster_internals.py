@@ -43,7 +43,7 @@ from dagster._daemon.asset_daemon import (
 from dagster._daemon.monitoring.run_monitoring import execute_run_monitoring_iteration
 from dagster._daemon.types import DaemonHeartbeat
 from dagster._serdes import whitelist_for_serdes
-from dagster._utils.interrupts import setup_interrupt_handlers
+from dagster._utils.interrupts import raise_interrupts_as, setup_interrupt_handlers
 
 MODULES_WITH_MODEL_FIELDS = (_config_of_models, _conversions_of_models, _resources_of_models)
 """They have a name `model_fields`, the function that wraps the fields of a Pydantic class."""
@@ -104,6 +104,7 @@ __all__ = [
     "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
     "get_env_var_dict",
+    "raise_interrupts_as",
     "setup_interrupt_handlers",
     "snapshot_from_execution_plan",
     "whitelisted_classes",

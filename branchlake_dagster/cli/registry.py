@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from importlib import import_module
 from types import FrameType
@@ -104,13 +104,60 @@ def exit_on_signals() -> Iterator[None]:
     if old_handlers[signal.SIGINT] is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_process)
     try:
-        yield
+        with _signal_log.open():
+            yield
+    except KeyboardInterrupt:
+        if _signal_log.has_sigterm():
+            sys.exit(128 + signal.SIGTERM)
+        raise
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _SignalLog:
+    """Records whether SIGTERM has arrived, whatever handlers other libraries have set.
+
+    In a step, Dagster handles SIGTERM as SIGINT, and the command sees a KeyboardInterrupt for both. Python
+    itself writes the numbers of signals to a pipe (`signal.set_wakeup_fd`).
+    """
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._reader: int | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Record signals in the block. Only for the main thread."""
+        self._received = b""
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_descriptor)
+            self._read()
+            os.close(writer)
+            os.close(self._reader)
+            self._reader = None
+
+    def has_sigterm(self) -> bool:
+        """Return whether SIGTERM has arrived in the block, also after its end."""
+        self._read()
+        return signal.SIGTERM in self._received
+
+    def _read(self) -> None:
+        if self._reader is not None:
+            with suppress(BlockingIOError):
+                self._received += os.read(self._reader, 1 << 16)
+
+
+_signal_log = _SignalLog()
 
 
 def _exit_process(number: int, frame: FrameType | None) -> None:
@@ -141,8 +188,8 @@ def interrupts_for_us_alone() -> Iterator[None]:
 
     The terminal sends SIGINT to all of them, and they would print their own stack traces. Child processes
     inherit blocked signals, so SIGINT is blocked here. A thread waits for SIGINT and sends SIGUSR1 to the
-    main thread. After a KeyboardInterrupt in the block, this process exits with code 130. Outside of the main
-    thread, this context manager does nothing.
+    main thread. After a KeyboardInterrupt in the block, this process exits with code 130, or 143 if SIGTERM
+    caused it. Outside of the main thread, this context manager does nothing.
     """
     main_thread_id = threading.main_thread().ident
     if main_thread_id is None or threading.current_thread() is not threading.main_thread():
@@ -171,7 +218,7 @@ def interrupts_for_us_alone() -> Iterator[None]:
         print("Interrupted. To stop the servers: branchlake down", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # All resources of branchlake are closed. A normal exit would wait several seconds for gRPC.
-        os._exit(128 + signal.SIGINT)
+        os._exit(128 + (signal.SIGTERM if _signal_log.has_sigterm() else signal.SIGINT))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGUSR1, old_handler)

@@ -286,6 +286,22 @@ def test_every_command_ends_through_its_clean_up(number: signal.Signals, *, impo
 
 
 @pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_dagster_handles_in_a_step_has_its_own_exit_code(number: signal.Signals) -> None:
+    from branchlake_dagster_tests.dagster_internals import raise_interrupts_as
+
+    def work() -> None:
+        try:
+            with raise_interrupts_as(dg.DagsterExecutionInterruptedError):
+                os.kill(os.getpid(), number)
+                time.sleep(5)
+        except dg.DagsterExecutionInterruptedError as error:
+            raise KeyboardInterrupt from error  # as the demo does
+
+    assert run_command(work) == 128 + number
+
+
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     handlers = []
