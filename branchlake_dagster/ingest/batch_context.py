@@ -367,7 +367,11 @@ class _TopicStarts:
         KafkaRefused, or ConfigurationError if the source has no consumer groups.
         """
         start = self._ingest.start
-        # Without partitions there is nothing to record yet.
+        if not topic.ends and start == "latest":
+            # Otherwise the records before the first batch would be passed over, although they came after the
+            # start. With other starts, a topic without partitions can start later.
+            self.must_record = True
+            return {topic.start_without_partitions(): 0}
         self.must_record = self.must_record or (start != "earliest" and bool(topic.ends))
         if isinstance(start, CommittedOffsets):
             origin = f"the committed offsets of consumer group {start.group}"

@@ -25,6 +25,12 @@ class TopicPartition:
     partition: int
 
 
+NO_PARTITION = -1
+"""The number under which the start at the end of a topic without partitions is recorded, with offset 0.
+
+Partitions that the topic gets later are read from their first offset. Only landing folders have such topics.
+"""
+
 Offsets = Mapping[TopicPartition, int]
 """The next offset to read of each partition: all records before it were read."""
 
@@ -113,6 +119,10 @@ class Topic:
     def partitions(self) -> list[TopicPartition]:
         """Return all partitions of the topic, in the order of their numbers."""
         return [TopicPartition(self.name, self.incarnation, number) for number in sorted(self.ends)]
+
+    def start_without_partitions(self) -> TopicPartition:
+        """Return the key under which a start before the topic's first partition is recorded."""
+        return TopicPartition(self.name, self.incarnation, NO_PARTITION)
 
     def with_recorded_resets(self, partitions: Iterable[TopicPartition]) -> Topic:
         """Return the topic with the greatest number of resets that `partitions` have for its topic id.

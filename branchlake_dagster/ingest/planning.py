@@ -18,6 +18,7 @@ from typing import Literal
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.errors import StartOffsetsMissing, StartOffsetsOutOfRange, TopicChanged
 from branchlake_dagster.ingest.offsets import (
+    NO_PARTITION,
     OffsetRange,
     Offsets,
     Ranges,
@@ -111,13 +112,15 @@ def plan_batch(
         positions = {
             partition.partition: offset
             for partition, offset in start.items()
-            if _is_of_topic(partition, topic)
+            if _is_of_topic(partition, topic) and partition.partition != NO_PARTITION
         }
         missing_positions = {number: at for number, at in positions.items() if number not in topic.ends}
         if missing_positions:
             notes.append(_check_missing_partitions(topic, missing_positions, rules))
         next_offsets, topic_notes = _next_offsets(topic, start, positions, start_of_topic, rules)
         notes += topic_notes
+        if next_offsets.pop(NO_PARTITION, None) is not None:
+            advanced_offsets[topic.start_without_partitions()] = 0
         new_partitions = next_offsets.keys() - positions.keys()
         if any(positions.get(number, 0) > topic.ends[number] for number in topic.ends):
             # Positions are merged by their maximum, so a lower offset needs another incarnation.
@@ -167,22 +170,26 @@ def _next_offsets(
 
     `start` has the offsets at which partitions of all topics continue, also of earlier incarnations.
     `positions` are those of the topic's present incarnation, by partition number. `start_of_topic` is called
-    only for a topic that was never read. Raises TopicChanged if a rule in `rules` is "stop".
+    only for a topic that was never read; it may return an offset for NO_PARTITION, which the result then has
+    too. Raises TopicChanged if a rule in `rules` is "stop".
     """
     notes: list[str] = []
     start_offsets: Offsets = {}
-    if not positions and (
+    has_started = bool(positions) or topic.start_without_partitions() in start
+    if not has_started and (
         earlier_incarnations := {
-            partition.incarnation for partition in start if partition.topic == topic.name
+            partition.incarnation
+            for partition in start
+            if partition.topic == topic.name and partition.partition != NO_PARTITION
         }
     ):
         notes.append(_check_recreated(topic, earlier_incarnations, rules))
-    elif not positions:
+    elif not has_started:
         start_offsets = start_of_topic(topic)
-    next_offsets = {}
+    next_offsets = {NO_PARTITION: 0} if topic.start_without_partitions() in start_offsets else {}
     for number in sorted(topic.ends):
         partition = TopicPartition(topic.name, topic.incarnation, number)
-        first_offset = 0 if positions else topic.begins[number]
+        first_offset = 0 if has_started else topic.begins[number]
         offset = positions.get(number, start_offsets.get(partition, first_offset))
         next_offsets[number], note = _clamp_offset(topic, number, offset, rules)
         if note:

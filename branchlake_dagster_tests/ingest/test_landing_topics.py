@@ -222,10 +222,33 @@ def test_a_run_without_records_has_results_of_all_checks(lakehouse: Lakehouse) -
     assert LandingDriver(lakehouse, folder, ingest, NO_SESSION).look().progress.position
 
 
-def test_a_topic_without_partitions_has_no_start_yet(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    Landing(tmp_path / "landing").make_topic("a")
-    driver = LandingDriver(lakehouse, tmp_path / "landing", an_ingest_at_the_end(), NO_SESSION)
+def test_a_start_at_the_end_of_a_topic_without_partitions_is_recorded_at_once(
+    lakehouse: Lakehouse, tmp_path: Path
+) -> None:
+    """Everything that came until the first batch was passed over, although it came after the start."""
+    folder = tmp_path / "landing"
+    Landing(folder).make_topic("a")
+    driver = LandingDriver(lakehouse, folder, an_ingest_at_the_end(), NO_SESSION)
+    assert driver.batch().record_count == 0
     assert driver.look().plan.is_empty
+    land(folder, "a", values(1, 2), partition=3)
+    (three,) = driver.look().topics["a"].partitions()
+    assert driver.look().plan.ranges == {three: OffsetRange(0, 2)}
+    # A topic that was made again before anything was read is no loss.
+    shutil.rmtree(folder / "a")
+    Landing(folder).make_topic("a")
+    assert driver.look().plan.must_record
+
+
+def test_another_start_waits_for_the_first_partition(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    folder = tmp_path / "landing"
+    Landing(folder).make_topic("a")
+    ingest = replace(an_ingest_at_the_end(), start=datetime.fromtimestamp(1_001, UTC))
+    driver = LandingDriver(lakehouse, folder, ingest, NO_SESSION)
+    assert driver.look().plan.is_empty
+    land(folder, "a", values(1, 2))
+    (zero,) = driver.look().topics["a"].partitions()
+    assert driver.look().plan.ranges == {zero: OffsetRange(1, 2)}
 
 
 def test_a_partition_whose_folder_is_gone_is_not_passed_over(lakehouse: Lakehouse, tmp_path: Path) -> None:
