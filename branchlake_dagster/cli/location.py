@@ -133,8 +133,21 @@ def _silence_output() -> Iterator[None]:
 
 
 def _read_env_file() -> None:
-    for name, value in read_env_variables(str(Path.cwd())).items():
-        os.environ.setdefault(name, value)
+    """Set the variables of the working folder's `.env` that are not set already.
+
+    Raises ConfigurationError if the file cannot be read, or has what no variable can hold.
+    """
+    path = Path.cwd() / ".env"
+    try:
+        for name, value in read_env_variables(str(path.parent)).items():
+            os.environ.setdefault(name, value)
+    except (OSError, ValueError) as error:  # also for bytes that are not UTF-8, and for null characters
+        raise ConfigurationError(
+            f"{path} cannot be loaded: {format_first_line(error)}.",
+            hint="Save it as UTF-8 with a line NAME=value for each variable, and make it readable.",
+            reason="env_file",
+            subject=str(path),
+        ) from error
 
 
 def find_lakes(location: LoadedLocation) -> list[LocationLake]:

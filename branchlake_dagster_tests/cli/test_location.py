@@ -291,6 +291,17 @@ def test_variables_of_the_env_file_reach_the_code_location(
     assert os.environ["BRANCHLAKE_STATE_DIR"] == str(project / "of_environment")
 
 
+@pytest.mark.parametrize("content", [b"A=1\n\xff\xfe\n", b"A=1\x00\n", b"\x00=1\n"])
+def test_an_env_file_that_cannot_be_loaded_is_named(project: Path, content: bytes) -> None:
+    write(project, "no_lake", WITHOUT_LAKE)
+    workspace(project, "no_lake")
+    (project / ".env").write_bytes(content)
+    with raising(ConfigurationError, reason="env_file", subject=str(project / ".env")):
+        load_command_settings(None)
+    with raising(ConfigurationError, reason="env_file", subject=str(project / ".env")):
+        load_command_settings("no_lake")
+
+
 def test_status_and_doctor_say_where_their_settings_come_from(module: str, project: Path) -> None:
     assert (
         run_branches.gather_status(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
