@@ -29,6 +29,8 @@ _CORRECT_THE_CODE = (
 )
 _WIDE = 200
 """Width of the table, in characters, if the output is not a terminal."""
+_WIDE_ENOUGH = 70
+"""Width in characters below which the table would cut names of checks."""
 _COLORS: dict[FindingState, str] = {"right": "green", "wrong": "red", "off": "yellow"}
 
 
@@ -59,17 +61,25 @@ def examination_to_dict(examination: Examination) -> dict[str, Any]:
     }
 
 
-def show_examination(examination: Examination) -> None:
-    """Print the findings of all checks as a table, followed by the remedies of those that have one."""
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-    table = Table("subject", "check", "state")
+def show_examination(examination: Examination, console: Console | None = None) -> None:
+    """Print the findings of all checks as a table, followed by the remedies of those that have one.
+
+    A narrow terminal gets a line for each finding instead. `console` is None for standard output.
+    """
+    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
+    table = Table()
+    for name in ("subject", "check", "state"):
+        table.add_column(name, no_wrap=True)
     table.add_column("result", overflow="fold")
+    is_wide = console.width >= _WIDE_ENOUGH
     for finding in examination.findings:
-        color = _COLORS[finding.state]
-        table.add_row(
-            finding.place, finding.looked_at, f"[{color}]{finding.state}[/]", _escape_markup(finding.result)
-        )
-    console.print(table)
+        state, result = f"[{_COLORS[finding.state]}]{finding.state}[/]", _escape_markup(finding.result)
+        if is_wide:
+            table.add_row(finding.place, finding.looked_at, state, result)
+        else:
+            console.print(f"{state}: {finding.place}, {finding.looked_at}: {result}", soft_wrap=True)
+    if is_wide:
+        console.print(table)
     for finding in _findings_with_remedy(examination.findings):
         heading = f"[{_COLORS[finding.state]}]{finding.place}, {finding.looked_at}:[/]"
         console.print(f"{heading} {_escape_markup(finding.remedy or '')}", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from uuid import uuid4
 import pytest
 from click.testing import CliRunner
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
+from rich.console import Console
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
 from branchlake_dagster.cli import main
+from branchlake_dagster.cli.doctor import show_examination
 from branchlake_dagster.cli.doctor_examinations import Examination, find_ownerless_branches
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
@@ -319,6 +322,18 @@ def test_a_port_that_is_no_spark(nessie_uri: str) -> None:
     code, found = doctor(nessie_uri=nessie_uri, spark_remote=f"sc://localhost:{port}/;session_id=x")
     assert code == 1
     assert found["Spark", "address"]["state"] == "wrong" or found["Spark", "version"]["state"] == "wrong"
+
+
+@pytest.mark.parametrize("width", [20, 69, 70, 200])
+def test_findings_are_whole_at_every_width(width: int) -> None:
+    examination = Examination()
+    examination.add_finding("Dagster", "branches of other instances", "right", "a" * 150)
+    output = io.StringIO()
+    show_examination(examination, Console(file=output, width=width))
+    shown = output.getvalue()
+    assert shown.count("a") >= 150
+    assert "right" in shown
+    assert "branches of other instances" in shown
 
 
 def test_people_see_a_table_with_what_to_do(nessie_uri: str, closed_port: int) -> None:
