@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from pyarrow.fs import FileSelector
 from pyiceberg.io import FileIO
@@ -45,17 +45,20 @@ from branchlake_dagster.ingest.prepared_records import (
 )
 from branchlake_dagster.ingest.record_frames import MAX_ARROW_RECORDS
 from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarget, build_writer
-from branchlake_dagster.spark.arrow_batches import NO_BYTE_LIMIT, limit_arrow_batches
 
+_ARROW = "spark.sql.execution.arrow"
 _MAX_BYTES = 64 << 20
 """The limit for the bytes that Spark sends to a worker at once. To keep it, Spark adds up all columns after
 each record, which took a sixth of a batch's time. So it is only set where records may be large: in a
 session's first batch unless their files show that they are small, after a batch with large records, and
 after a failed batch. Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow vector."""
+_NO_LIMIT = (1 << 31) - 1
 _small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
 _large_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch failed or had large records."""
+_byte_limits: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
+"""The byte limit that each session has at present."""
 
 
 @dataclass
@@ -125,9 +128,7 @@ def scan_records(
     needs_no_limit = session in _small_record_sessions or (
         are_small_records and session not in _large_record_sessions
     )
-    limit_arrow_batches(
-        session, max_bytes=NO_BYTE_LIMIT if needs_no_limit else _MAX_BYTES, max_rows=MAX_ARROW_RECORDS
-    )
+    _limit_batch_bytes(session, _NO_LIMIT if needs_no_limit else _MAX_BYTES)
     _small_record_sessions.discard(session)
     _large_record_sessions.add(session)  # until the batch has succeeded
     frame = record_format.read(records)
@@ -161,6 +162,17 @@ def scan_records(
         _small_record_sessions.add(session)
         _large_record_sessions.discard(session)
     return result
+
+
+def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
+    """Limit the Arrow batches that the session sends to workers, unless it has that limit already.
+
+    A batch then has at most `max_bytes` bytes, and at most `MAX_ARROW_RECORDS` records.
+    """
+    if _byte_limits.get(session) != max_bytes:
+        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(MAX_ARROW_RECORDS))
+        session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(max_bytes))
+        _byte_limits[session] = max_bytes
 
 
 def build_worker_targets(

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import update_wrapper
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import pyarrow as pa
 from pyspark import cloudpickle
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import errors, sda, wording
-from branchlake_dagster.spark.arrow_batches import DEFAULT_LIMITS, NO_BYTE_LIMIT, limit_arrow_batches
 
 F = TypeVar("F", bound=Callable[..., Any])
+_NO_LIMIT = (1 << 31) - 1
+_unlimited_sessions: WeakSet[SparkSession] = WeakSet()
+"""Sessions whose batches for workers have no byte limit."""
 BatchFunction = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
@@ -40,7 +43,10 @@ def map_in_arrow(frame: DataFrame, function: BatchFunction, schema: pa.Schema) -
     batches that the session sends from now on, because the pipeline's rows are small: a batch has at most
     10,000. To keep the limit, Spark took a fifth of the registry's merge.
     """
-    limit_arrow_batches(frame.sparkSession, max_bytes=NO_BYTE_LIMIT, max_rows=DEFAULT_LIMITS[1])
+    session = frame.sparkSession
+    if session not in _unlimited_sessions:
+        session.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", str(_NO_LIMIT))
+        _unlimited_sessions.add(session)
     return frame.mapInArrow(pickle_by_value(function), from_arrow_schema(schema))
 
 

@@ -239,7 +239,10 @@ def test_a_monitoring_address_that_is_taken_is_reported() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_of_an_orderly_end_let_receivers_hand_over_what_they_have(number: signal.Signals) -> None:
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    # Not `getsignal`: the tests may run under `nohup`, which ignores SIGHUP.
+    before = {
+        one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
 
     async def play() -> None:
         stop = asyncio.Event()
