@@ -206,7 +206,8 @@ class _Commands(CommandGroup):
         try:
             return super().__call__(*arguments, **options)
         finally:
-            if threading.current_thread() is threading.main_thread():
+            is_own_process = options.get("standalone_mode", True)
+            if is_own_process and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def main(self, *arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from importlib import import_module
@@ -85,44 +86,81 @@ def _unavailable_command(name: str, error: MissingExtra) -> click.Command:
     )
 
 
+_REPEATED_S = 10.0
+"""Seconds after a signal in which a second one is ignored, so that it does not interrupt the clean-up."""
+
+
 @contextmanager
-def exit_on_signals() -> Iterator[None]:
+def exit_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise SystemExit in the block, so that its `finally` clauses run.
 
-    The exit code is 128 plus the signal number. Without this, a command that a job scheduler ends would leave
-    its servers and its folders behind. Signals that this process ignores, as under `nohup`, stay ignored.
-    Outside of the main thread, this context manager does nothing.
+    The exit code is 128 plus the signal number, also if code in the block swallows the exception and ends
+    later. Without this, a command that a job scheduler ends would leave its servers and its folders behind.
+    A second signal is ignored for ten seconds, and then raises SystemExit again. Signals that this process
+    ignores, as under `nohup`, stay ignored. Outside of the main thread, this context manager does nothing.
+
+    An interrupt that Dagster raises in a run becomes KeyboardInterrupt, or SystemExit for SIGTERM. `clock`
+    returns seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING_SIGNALS)}
+    numbers = (signal.SIGINT, *_ENDING_SIGNALS)
+    old_handlers = {number: signal.getsignal(number) for number in numbers}
+    ignored_signals = {number for number in numbers if old_handlers[number] is signal.SIG_IGN}
+    ending_number: int | None = None
+    ignored_until = 0.0
+
+    def exit_process(number: int, frame: FrameType | None) -> None:
+        nonlocal ending_number, ignored_until
+        if number in ignored_signals:
+            return
+        if number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        if ending_number is None or clock() >= ignored_until:
+            ending_number, ignored_until = number, clock() + _REPEATED_S
+            sys.exit(128 + number)
+
     for number in _ENDING_SIGNALS:
-        if old_handlers[number] is not signal.SIG_IGN:
-            signal.signal(number, _exit_process)
+        if number not in ignored_signals:
+            signal.signal(number, exit_process)
     # Dagster replaces the handler of SIGTERM by that of SIGINT when it is imported and around each step.
-    if old_handlers[signal.SIGINT] is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_process)
+    if signal.SIGINT in ignored_signals or old_handlers[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_process)
     try:
         with _signal_log.open():
             yield
-    except KeyboardInterrupt:
-        if _signal_log.has_sigterm():
-            sys.exit(128 + signal.SIGTERM)
+    except BaseException as error:
+        is_of_dagster = _is_interrupt_of_dagster(error)
+        if not (isinstance(error, KeyboardInterrupt) or is_of_dagster):
+            raise
+        if ending_number is None and _signal_log.has_sigterm():
+            ending_number = signal.SIGTERM
+        if ending_number is not None:
+            raise SystemExit(128 + ending_number) from error
+        if is_of_dagster:
+            raise KeyboardInterrupt from error
         raise
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if ending_number is not None:
+        sys.exit(128 + ending_number)
 
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
+def _is_interrupt_of_dagster(error: BaseException) -> bool:
+    dagster = sys.modules.get("dagster")
+    return dagster is not None and isinstance(error, dagster.DagsterExecutionInterruptedError)
+
+
 class _SignalLog:
     """Records whether SIGTERM has arrived, whatever handlers other libraries have set.
 
-    In a step, Dagster handles SIGTERM as SIGINT, and the command sees a KeyboardInterrupt for both. Python
-    itself writes the numbers of signals to a pipe (`signal.set_wakeup_fd`).
+    In a step, Dagster handles SIGTERM as SIGINT, and raises the same exception for both. Python itself writes
+    the numbers of signals to a pipe (`signal.set_wakeup_fd`).
     """
 
     def __init__(self) -> None:
@@ -158,16 +196,6 @@ class _SignalLog:
 
 
 _signal_log = _SignalLog()
-
-
-def _exit_process(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: raise KeyboardInterrupt for SIGINT, and SystemExit for the other ones."""
-    if number == signal.SIGINT:
-        signal.default_int_handler(number, frame)
-    # A second signal must not interrupt the clean-up.
-    for ending_signal in _ENDING_SIGNALS:
-        signal.signal(ending_signal, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 _POOL_CLASSES = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -299,6 +300,74 @@ def test_a_signal_that_dagster_handles_in_a_step_has_its_own_exit_code(number: s
             raise KeyboardInterrupt from error  # as the demo does
 
     assert run_command(work) == 128 + number
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_lets_the_interrupt_of_a_run_pass_ends_alike(number: signal.Signals) -> None:
+    from branchlake_dagster_tests.dagster_internals import raise_interrupts_as
+
+    def work() -> None:
+        with raise_interrupts_as(dg.DagsterExecutionInterruptedError):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    assert run_command(work) == 128 + number
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_whose_exception_is_lost_ends_the_command_later(number: signal.Signals) -> None:
+    """Dagster takes the exception for a failure of the step, and Python drops it in a finalizer."""
+    done = []
+
+    def work() -> None:
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        os.kill(os.getpid(), number)  # ignored for some seconds
+        done.append(True)
+
+    assert (run_command(work), done) == (128 + number, [True])
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_repeated_signal_counts_after_some_seconds() -> None:
+    times = iter([0.0, 9.0, 11.0, 11.0])
+    codes = []
+
+    def play() -> None:
+        with exit_on_signals(clock=lambda: next(times)):
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):  # the second one after 9 s
+                try:
+                    os.kill(os.getpid(), number)
+                except SystemExit as error:
+                    codes.append(error.code)
+                else:
+                    codes.append(None)
+
+    with pytest.raises(SystemExit) as ended:
+        play()
+    assert codes == [128 + signal.SIGHUP, None, 128 + signal.SIGTERM]
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_sigterm_ends_a_command_that_a_script_has_put_in_the_background() -> None:
+    """Such a command ignores SIGINT, and Dagster would give SIGTERM the same handler."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    going_on = []
+
+    def work() -> None:
+        from branchlake_dagster_tests.dagster_internals import setup_interrupt_handlers
+
+        setup_interrupt_handlers()
+        os.kill(os.getpid(), signal.SIGINT)
+        going_on.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    assert (run_command(work), going_on) == (128 + signal.SIGTERM, [True])
 
 
 @pytest.mark.usefixtures("default_signals")

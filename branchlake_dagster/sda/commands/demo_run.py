@@ -40,7 +40,7 @@ INGEST_JOBS = ("ingest_radar_job", "ingest_optical_job", "ingest_links_job")
 SEED = 2026
 """The seed of the simulated sensors: the same catalog and window give the same measurements."""
 _INDENT = " " * 14
-_INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
+_INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt", "SystemExit")
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 """Run configuration that silences Dagster, which prints every event of an in-process run."""
 
