@@ -172,7 +172,7 @@ def report_engine_event(
 def report_planned_again(
     instance: DagsterInstance, run: DagsterRun, key: AssetKey, partition: str | None, step_key: str | None
 ) -> None:
-    """Log again that a run plans to materialize an asset, which revokes its materialization.
+    """Log again that a run plans to materialize an asset: its partition then has the state of this run.
 
     Dagster counts a partition as failed if its newest planned materialization has no materialization after
     it, and its run failed. No public call logs that event.

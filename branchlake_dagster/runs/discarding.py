@@ -331,8 +331,8 @@ def status_without_verdict(run: DagsterRun) -> RunState:
 def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
     """Mark the partitions that `run_ids` materialized as failed, after `run` has failed. Idempotent.
 
-    `run_ids` are the run itself and the runs whose work it continued. Partitions that another run has
-    materialized since are not changed.
+    `run_ids` are the run itself and the runs whose work it continued. Partitions that another run has planned
+    or materialized since are not changed.
     """
     _plan_materializations_again(instance, run, run_ids)
 
@@ -342,17 +342,47 @@ def restore_materializations(instance: DagsterInstance, run: DagsterRun, run_ids
 
     Dagster counts a partition as failed if the run of its newest planned materialization has failed, as the
     runs before a retry have. So the event is logged once more for `run`. Its own partitions, and those that
-    another run has materialized since, are not changed.
+    another run has planned or materialized since, are not changed.
     """
-    _plan_materializations_again(instance, run, (run_id for run_id in run_ids if run_id != run.run_id))
+    restored_keys = _plan_materializations_again(
+        instance, run, (run_id for run_id in run_ids if run_id != run.run_id)
+    )
+    if restored_keys:
+        # Dagster's cache keeps a partition as failed until a new materialization.
+        instance.wipe_asset_cached_status(sorted(restored_keys))
 
 
-def _plan_materializations_again(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
-    """Log that `run` plans to materialize what `run_ids` materialized and no other run has since."""
+def _plan_materializations_again(
+    instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]
+) -> set[AssetKey]:
+    """Log that `run` plans to materialize what `run_ids` materialized. Return the keys of the assets.
+
+    Leaves out partitions that a run outside of the chain of retries has planned or materialized since.
+    """
+    keys = set()
     for run_id in run_ids:
         for key, partition, step in iter_materializations(instance, run_id):
-            if load_newest_run_id(instance, key, partition) == run_id:
+            if load_newest_run_id(instance, key, partition) == run_id and not _is_planned_by_another(
+                instance, run, run_id, key, partition
+            ):
                 report_planned_again(instance, run, key, partition, step)
+                keys.add(key)
+    return keys
+
+
+def _is_planned_by_another(
+    instance: DagsterInstance, run: DagsterRun, run_id: str, key: AssetKey, partition: str | None
+) -> bool:
+    """Return whether the newest plan to materialize a partition is of a run that continues other work.
+
+    `run_id` is the run that materialized the partition, whose work `run` continued.
+    """
+    planned = instance.get_latest_planned_materialization_info(key, partition)
+    if planned is None or planned.run_id in (run_id, run.run_id):
+        return False
+    planning_run = instance.get_run_by_id(planned.run_id)
+    root_run_id = run.root_run_id or run.run_id
+    return planning_run is not None and (planning_run.root_run_id or planning_run.run_id) != root_run_id
 
 
 def iter_materializations(

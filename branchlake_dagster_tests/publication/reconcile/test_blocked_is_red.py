@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from dagster import EventLogEntry
 
 from branchlake_dagster.cli import main
+from branchlake_dagster.internals.dagster import report_planned_again
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import finishing as finish
 from branchlake_dagster.publication.verdict import LAUNCH_AGAIN
@@ -58,16 +59,24 @@ def plain(namespace: str, values: Values) -> tuple[dg.AssetsDefinition, dg.Asset
     return t, positive
 
 
-def states(p: Project, namespace: str) -> dict[str, str]:
+def states(p: Project, namespace: str, *, is_cached: bool = False) -> dict[str, str]:
     """Each partition as Dagster's pages and its "failed and missing" backfills have it."""
     key = dg.AssetKey([namespace, "t"])
-    p.instance.wipe_asset_cached_status([key])
+    if not is_cached:
+        p.instance.wipe_asset_cached_status([key])
     cached = get_and_update_asset_status_cache_value(p.instance, key, DAYS)
     assert cached is not None
     filled = cached.deserialize_materialized_partition_subsets(DAYS)
     failed = cached.deserialize_failed_partition_subsets(DAYS)
+    in_progress = cached.deserialize_in_progress_partition_subsets(DAYS)
     return {
-        day: "failed" if day in failed else "filled" if day in filled else "missing"
+        day: "in progress"
+        if day in in_progress
+        else "failed"
+        if day in failed
+        else "filled"
+        if day in filled
+        else "missing"
         for day in DAYS.get_partition_keys()
     }
 
@@ -132,7 +141,34 @@ def test_a_partition_of_an_unpublished_run_counts_as_filled_once_a_retry_is_publ
         child = retry(p, parent, f"{namespace}__t_last")
         assert p.settle(child).state is RunState.PUBLISHED
         assert p.rows(namespace, "t") == [{"day": "tue", "n": 7}]
-        assert states(p, namespace)["tue"] == "filled"
+        assert states(p, namespace, is_cached=True)["tue"] == "filled"
+
+
+@pytest.mark.parametrize("other_end", ["in progress", "failed"])
+def test_a_published_retry_does_not_hide_a_later_run_of_its_partition(
+    lakehouse: Lakehouse, namespace: str, other_end: str
+) -> None:
+    values = Values()
+    t, positive = daily(namespace, values)
+
+    @dg.asset_check(asset=t.key)
+    def last() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=values.rows != [7])
+
+    with project(lakehouse, t, positive, last) as p:
+        values.rows = [7]
+        parent = p.run(partition="tue")
+        p.settle(parent)
+        values.rows = [8]
+        child = retry(p, parent, f"{namespace}__t_last")
+        job = p.definitions.resolve_implicit_global_asset_job_def()
+        other = p.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+        report_planned_again(p.instance, other, t.key, "tue", None)
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert states(p, namespace)["tue"] == "in progress"
+        if other_end == "failed":
+            p.instance.report_run_failed(other)
+        assert states(p, namespace)["tue"] == other_end
 
 
 @pytest.mark.nessie
