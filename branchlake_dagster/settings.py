@@ -33,10 +33,10 @@ _PIPELINE_VARIABLES = (
     f"{VARIABLE_PREFIX}SENSORS",
 )
 """Variables that only the space pipeline reads."""
-_HEAP_SIZE = re.compile(r"([1-9][0-9]*)([kmgt])", re.ASCII | re.IGNORECASE)
-_HEAP_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_MIN_HEAP_BYTES = 512 << 20
-"""Spark does not start with less than 450 MiB, of which a garbage collector's own share does not count."""
+_HEAP_SIZE = re.compile(r"([1-9][0-9]*)([kmgt]?)", re.ASCII | re.IGNORECASE)
+_HEAP_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MIN_HEAP_BYTES = 450 << 20
+"""Spark does not start with less."""
 _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
@@ -455,14 +455,15 @@ class Settings(BaseSettings):
     @field_validator("spark_driver_memory")
     @classmethod
     def _require_heap_size(cls, value: str) -> str:
-        # Spark's launcher passes the text to Java as it is. Java knows no unit "gb", and takes a number
-        # without a unit for bytes.
+        # Spark's launcher passes the text to Java as it is. Java knows no unit "gb".
         size = value.strip()
         match = _HEAP_SIZE.fullmatch(size)
         if match is None:
-            raise ValueError(f"{value!r} is not a heap size of Java; write a number with k, m, g or t: 3g")
+            raise ValueError(
+                f"{value!r} is not a heap size of Java; write a number of bytes, or with k, m, g or t: 3g"
+            )
         if int(match[1]) * _HEAP_UNITS[match[2].lower()] < _MIN_HEAP_BYTES:
-            raise ValueError(f"{size} is less than Spark needs; use 512m or more")
+            raise ValueError(f"{value!r} is less than the 450m that Spark needs; use 512m or more")
         return size
 
     @field_validator("spark_java_options")

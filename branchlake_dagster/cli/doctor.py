@@ -5,6 +5,7 @@ The checks start no server. They write only to a temporary branch and a temporar
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -66,7 +67,8 @@ def show_examination(examination: Examination, console: Console | None = None) -
 
     A narrow terminal gets a line for each finding instead. `console` is None for standard output.
     """
-    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
+    is_narrowed = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = console or (Console() if is_narrowed else Console(width=_WIDE))
     table = Table()
     for name in ("subject", "check", "state"):
         table.add_column(name, no_wrap=True)

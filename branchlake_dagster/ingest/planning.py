@@ -184,7 +184,7 @@ def _next_offsets(
         }
     ):
         notes.append(_check_recreated(topic, earlier_incarnations, rules))
-    elif not has_started:
+    elif not (has_started or (topic.ends and _had_no_partitions(topic, start))):
         start_offsets = start_of_topic(topic)
     next_offsets = {NO_PARTITION: 0} if topic.start_without_partitions() in start_offsets else {}
     for number in sorted(topic.ends):
@@ -195,6 +195,14 @@ def _next_offsets(
         if note:
             notes.append(note)
     return next_offsets, notes
+
+
+def _had_no_partitions(topic: Topic, start: Offsets) -> bool:
+    """Return whether the ingestion started when an earlier incarnation of the topic had no partitions.
+
+    All records of the present incarnation came after that start.
+    """
+    return any(partition.topic == topic.name and partition.partition == NO_PARTITION for partition in start)
 
 
 def _is_of_topic(partition: TopicPartition, topic: Topic) -> bool:

@@ -387,12 +387,15 @@ _NEEDED_COLUMNS = ("topic", "partition", "offset", "value")
 """Other columns of a landing file may be missing. Spark reads them as null."""
 
 
-def _check_offsets(file: LandingFile) -> int:
+def _check_offsets(file: LandingFile) -> int | None:
     """Raise LandingDamaged if the file does not have the offsets of its name in order. Return its size.
 
-    The size is that of the columns without compression, in bytes. The number of records does not suffice: in
-    a batch with several files, a copy of one file under the name of another one has as many records. Reads
-    the footer and the column of offsets. Raises the errors of `reading_landing_file` too.
+    The size is that of the columns without compression, in bytes. It is None if the footer does not show it,
+    because repeated values are in a dictionary, as other writers than receivers store them.
+
+    The number of records does not suffice: in a batch with several files, a copy of one file under the name
+    of another one has as many records. Reads the footer and the column of offsets. Raises the errors of
+    `reading_landing_file` too.
     """
     with reading_landing_file(file), _open_file(file) as parquet:
         missing_columns = [name for name in _NEEDED_COLUMNS if name not in parquet.schema_arrow.names]
@@ -419,19 +422,31 @@ def _check_offsets(file: LandingFile) -> int:
             reason="offsets_differ",
             subject=str(file.path),
         )
-    return sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    row_groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    has_dictionary = any(
+        not _DICTIONARY_ENCODINGS.isdisjoint(chunk.encodings)
+        for group in row_groups
+        for chunk in map(group.column, range(group.num_columns))
+        if chunk.path_in_schema == "value"
+    )
+    return None if has_dictionary else sum(group.total_byte_size for group in row_groups)
 
 
-def estimate_most_bytes(files: Iterable[tuple[int, int]]) -> int:
-    """Return the most bytes that `MAX_ARROW_RECORDS` successive records can have.
+_DICTIONARY_ENCODINGS = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY"})
 
-    `files` has the number of records and the bytes of each file. Spark reads the records of a file in order,
-    but the files in any order. So such records are some whole files with fewer records, and parts of two more
-    files.
+
+def estimate_most_bytes(files: Iterable[tuple[int, int | None]]) -> int | None:
+    """Return the most bytes that `MAX_ARROW_RECORDS` successive records can have; None if it is not known.
+
+    `files` has the number of records of each file, and its bytes if they are known. Spark reads the records
+    of a file in order, but the files in any order. So such records are some whole files with fewer records,
+    and parts of two more files.
     """
     total_bytes = largest_file = 0
     largest_mean = 0.0
     for rows, size in files:
+        if size is None:
+            return None
         total_bytes += size
         largest_file = max(largest_file, size)
         if 0 < rows < MAX_ARROW_RECORDS:
@@ -479,7 +494,7 @@ class LandingRecords:
             for partition, offset_range in sorted(ranges.items())
             for file in self._files_of_range(partition, offset_range)
         ]
-        most_bytes = estimate_most_bytes((file.rows, _check_offsets(file)) for file in files)
+        most_bytes = estimate_most_bytes([(file.rows, _check_offsets(file)) for file in files])
         conditions = [
             (F.col("topic") == partition.topic)
             & (F.col("partition") == partition.partition)

@@ -238,8 +238,8 @@ class Landing:
             if later[0] > earlier[1] + 1:
                 gap = (earlier[1] + 1, later[0] - 1)
                 raise LandingDamaged(
-                    f"{where}: the offsets {gap[0]} to {gap[1]} are missing, of the file {file_name(*gap)}"
-                    " or of several files.",
+                    f"{where}: the offsets {gap[0]} to {gap[1]} are missing. They were in the file"
+                    f" {file_name(*gap)}, or in several files.",
                     hint="Restore them from a backup. Until then nothing of the topic is read. If they are"
                     " lost, docs/operations.md has the steps to continue without them under LandingDamaged.",
                     reason="offsets_missing",

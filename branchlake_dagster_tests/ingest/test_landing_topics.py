@@ -238,6 +238,10 @@ def test_a_start_at_the_end_of_a_topic_without_partitions_is_recorded_at_once(
     shutil.rmtree(folder / "a")
     Landing(folder).make_topic("a")
     assert driver.look().plan.must_record
+    # Its records came after the recorded start.
+    land(folder, "a", values(1, 2), partition=3)
+    (three,) = driver.look().topics["a"].partitions()
+    assert driver.look().plan.ranges == {three: OffsetRange(0, 2)}
 
 
 def test_another_start_waits_for_the_first_partition(lakehouse: Lakehouse, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ def test_no_files_have_no_bytes() -> None:
     assert estimate_most_bytes([(0, 900)]) == 900
 
 
+def test_a_file_of_unknown_size_makes_the_size_unknown() -> None:
+    assert estimate_most_bytes([(10, 900), (10, None)]) is None
+
+
 def test_many_files_of_small_records_are_small() -> None:
     assert estimate_most_bytes([(10_000, 1 << 20)] * 1_000) == 2 << 20
 

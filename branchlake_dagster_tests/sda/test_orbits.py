@@ -76,6 +76,8 @@ def test_kepler_returns_and_its_transition_predicts(elements):
     there = propagate_two_body(r, v, seconds)
     back = propagate_two_body(*there, -seconds)
     assert np.abs(back[0] - r).max() < 1e-6
+    alone = propagate_two_body(r[0], v[0], np.float64(1800.0))
+    np.testing.assert_allclose(alone[0], there[0][0], rtol=1e-12)
     matrix = transition_matrices(r, v, seconds)
     assert np.abs(np.linalg.det(matrix) - 1).max() < 1e-5
     change = np.array([0.2, -0.1, 0.3, 1e-4, -2e-4, 1e-4])

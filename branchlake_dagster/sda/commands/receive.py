@@ -91,7 +91,7 @@ class Done:
 
 
 def run_receivers(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
-    """Receive until SIGTERM or SIGINT, hand over the buffered records, and return the final counts."""
+    """Receive until SIGTERM, SIGINT or SIGHUP. Hand over the buffered records, and return the counts."""
     require_modules("receive", "aiohttp", "prometheus_client", needed_by="branchlake sda receive")
     return asyncio.run(_run(wanted, as_json, say))
 

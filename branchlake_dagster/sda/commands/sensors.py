@@ -124,8 +124,8 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 def receive(as_json: bool, **options: Any) -> None:
     """Receive sensors' messages until Ctrl-C.
 
-    SIGTERM or Ctrl-C ends it in less than five seconds, after the received messages were handed over.
-    The exit code is 1 if a received message was not handed over.
+    SIGTERM, Ctrl-C or a closed terminal ends it in less than five seconds, after the received messages were
+    handed over. The exit code is 1 if a received message was not handed over.
     """
     from branchlake_dagster.sda.commands.receive import Wanted, run_receivers
 

@@ -34,6 +34,8 @@ def _stumpff_series(z: Floats, order: int) -> Floats:
 
 def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
     """Return the Stumpff functions c2 and c3."""
+    shape = np.shape(z)
+    z = np.atleast_1d(z)
     is_near = np.abs(z) < _SERIES_BELOW
     safe = np.where(is_near, 1.0, z)
     root = np.sqrt(np.abs(safe))
@@ -47,7 +49,7 @@ def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
     if is_near.any():
         c2[is_near] = _stumpff_series(z[is_near], 2)
         c3[is_near] = _stumpff_series(z[is_near], 3)
-    return c2, c3
+    return c2.reshape(shape), c3.reshape(shape)
 
 
 class _Motion(NamedTuple):
