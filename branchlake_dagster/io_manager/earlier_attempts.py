@@ -28,9 +28,8 @@ _SAME_OUTPUT = (
     LakeProperty.ASSET,
     LakeProperty.PARTITION,
 )
-"""The entries of a snapshot's summary that all attempts to write an output share. The key of the step is not
-among them: Dagster splits a step if an asset of another step lies between its assets, and a retry of single
-assets may not need the split."""
+"""The entries of a snapshot's summary that all attempts to write an output share. `_has_same_step` compares
+the key of the step."""
 _SAME_ATTEMPT = (LakeProperty.RUN_ID, LakeProperty.ATTEMPT)
 _MAIN = "main"
 
@@ -39,7 +38,7 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     """Remove the rows that earlier attempts of a step added to the table, and return the table.
 
     `properties` are the snapshot properties of the step's write. A snapshot of an earlier attempt has the
-    same root run, base hash, asset and partitions. The base hash is the commit of `main` from which the
+    same root run, base hash, asset, partitions and step. The base hash is the commit of `main` from which the
     run's branch was created. It distinguishes these snapshots from those of an earlier run, which may be
     published. Usually these snapshots are the newest ones, and the table is rolled back to the snapshot
     before them. If other writers wrote to the table in between, a new snapshot removes the files of the
@@ -120,12 +119,31 @@ def _has_same_properties(snapshot: Snapshot, properties: Mapping[str, str], name
     return all(summary.get(name) == properties.get(name) for name in names)
 
 
+def _has_same_step(summary: Mapping[str, str], properties: Mapping[str, str]) -> bool:
+    """Return whether two attempts to write the same output are attempts of the same step.
+
+    Within a run, a step keeps its key, and several dynamic steps can write one asset. The steps of two runs
+    may have different keys: Dagster splits a step if an asset of another step lies between its assets, and a
+    retry of single assets may not need the split. Dynamic steps are not split.
+    """
+    key, own_key = summary.get(LakeProperty.STEP), properties[LakeProperty.STEP]
+    if key is None or key == own_key:
+        return key is not None
+    is_same_run = summary.get(LakeProperty.RUN_ID) == properties.get(LakeProperty.RUN_ID)
+    return not is_same_run and not _is_dynamic(key) and not _is_dynamic(own_key)
+
+
+def _is_dynamic(step_key: str) -> bool:
+    """Return whether a step is one of several that Dagster created for a dynamic output (`frame[p2]`)."""
+    return "[" in step_key
+
+
 def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
     """Return the snapshots of all attempts of the step whose rows were not removed, in the given order.
 
     `ancestors` are snapshots of the table. `properties` are the snapshot properties of this attempt;
-    snapshots with the same root run, base, asset and partitions belong to the step. Snapshots of this attempt
-    are included.
+    snapshots with the same root run, base, asset, partitions and step belong to the step. Snapshots of this
+    attempt are included.
     """
     undone = {
         snapshot_id
@@ -137,8 +155,8 @@ def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str
         for snapshot in ancestors
         if LakeProperty.UNDOES not in _summary_properties(snapshot)
         and str(snapshot.snapshot_id) not in undone
-        and LakeProperty.STEP in _summary_properties(snapshot)
         and _has_same_properties(snapshot, properties, _SAME_OUTPUT)
+        and _has_same_step(_summary_properties(snapshot), properties)
     ]
 
 

@@ -385,6 +385,82 @@ def test_a_retry_of_single_assets_does_not_double_the_rows_of_a_step_with_anothe
         assert (p.rows(namespace, "first"), p.rows(namespace, "last")) == ([{"n": 1}], [{"n": 3}])
 
 
+class Parts:
+    """A graph asset with one dynamic step per part, all of which write its table."""
+
+    def __init__(
+        self, namespace: str, metadata: dict[str, Any], policy: dg.RetryPolicy | None = None
+    ) -> None:
+        self.attempts: list[int] = []
+        self.fails_after_write = False
+        self.returns_nothing_again = False
+
+        @dg.op(out=dg.DynamicOut())
+        def parts() -> Iterator[dg.DynamicOutput[int]]:
+            yield from (dg.DynamicOutput(n, f"p{n}") for n in (1, 2, 3))
+
+        @dg.op(retry_policy=policy)
+        def frame(n: int) -> Iterator[dg.Output[pl.DataFrame | None]]:
+            self.attempts.append(n)
+            attempt = self.attempts.count(n)
+            rows = pl.DataFrame({"n": [n], "attempt": [attempt]})
+            yield dg.Output(None if attempt > 1 and self.returns_nothing_again else rows)
+            if n == 2 and attempt == 1 and self.fails_after_write:
+                raise RuntimeError("after the write")
+
+        @dg.graph_asset(key=[namespace, "t"], metadata=metadata)
+        def t() -> Any:
+            return parts().map(frame)
+
+        self.asset = t
+
+
+UPSERT = table_metadata(write_mode="upsert", keys=["n"], require_checks=False)
+
+
+@pytest.mark.parametrize("metadata", [APPEND, UPSERT], ids=["append", "upsert"])
+def test_dynamic_steps_keep_the_rows_of_each_other(
+    lakehouse: Lakehouse, namespace: str, metadata: dict[str, Any]
+) -> None:
+    with project(lakehouse, Parts(namespace, metadata).asset) as p:
+        assert p.settle(p.run()).state is RunState.PUBLISHED
+        assert sorted(row["n"] for row in p.rows(namespace, "t")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("again", ["step", "run"])
+def test_a_dynamic_step_that_is_repeated_replaces_its_own_rows_only(
+    lakehouse: Lakehouse, namespace: str, again: str
+) -> None:
+    parts = Parts(namespace, APPEND, dg.RetryPolicy(max_retries=1) if again == "step" else None)
+    parts.fails_after_write = True
+    with project(lakehouse, parts.asset) as p:
+        run_id = p.run() if again == "step" else retry(p, p.run(ok=False))
+        assert sorted(parts.attempts) == [1, 2, 2, 3]
+        assert p.settle(run_id).state is RunState.PUBLISHED
+        rows = sorted((row["n"], row["attempt"]) for row in p.rows(namespace, "t"))
+        assert rows == [(1, 1), (2, 2), (3, 1)]
+
+
+def test_the_rows_of_a_dynamic_upsert_cannot_be_undone_under_those_of_a_later_step(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    parts = Parts(namespace, UPSERT)
+    parts.fails_after_write = True
+    with project(lakehouse, parts.asset) as p:
+        retry(p, p.run(ok=False), ok=False)
+        p.failed_with(RetryNeedsFullRun, f"{namespace}.t")
+
+
+def test_a_dynamic_step_whose_later_attempt_returns_nothing_removes_its_own_rows_only(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    parts = Parts(namespace, APPEND)
+    parts.fails_after_write = parts.returns_nothing_again = True
+    with project(lakehouse, parts.asset) as p:
+        child = retry(p, p.run(ok=False))
+        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=run_branch_name(child))) == [1, 3]
+
+
 def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse, namespace: str) -> None:
     def other_writer(attempt: int) -> bool:
         if attempt == 1:
