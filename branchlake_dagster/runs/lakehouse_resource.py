@@ -401,7 +401,7 @@ class LakehouseResource(LakeConfig):
             namespace = self.lakehouse.settings.default_namespace
             earlier = EarlierSteps(frozenset({key}))
             if self._retries_parent and self._load_earlier is not None:
-                earlier = self._load_earlier(location.branch, key, step.assets)
+                earlier = self._load_earlier(location.branch, key, step.assets, step.other_assets)
             tables = undo_earlier_attempts(
                 self.lakehouse.nessie,
                 location.branch,

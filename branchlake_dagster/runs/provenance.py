@@ -38,6 +38,7 @@ from pyiceberg.typedef import Identifier
 from branchlake_dagster.internals.dagster import (
     add_loaded_input_metadata,
     find_context_of_run,
+    find_function_assets,
     find_output_assets,
     get_running_context,
     report_engine_event,
@@ -202,12 +203,14 @@ class RunningStep:
     `key` is None if no step is known. `is_serializable` is None in threads that user code started, because
     such a thread may still run in a later step. `attempt` counts from 1 within the run. `assets` are the
     selected assets that the step outputs: of the steps of a graph, only the last ones have such assets.
+    `other_assets` are the outputs of the step's function or graph that this step does not write.
     """
 
     key: str | None
     is_serializable: bool | None
     attempt: int = 1
     assets: frozenset[AssetKey] = frozenset()
+    other_assets: frozenset[AssetKey] = frozenset()
 
 
 def find_running_step(run_id: str | None = None) -> RunningStep:
@@ -227,11 +230,13 @@ def find_running_step(run_id: str | None = None) -> RunningStep:
     is_serializable = assets is not None and any(
         unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs
     )
+    written_assets = frozenset() if assets is None else find_output_assets(step) & assets.keys
     return RunningStep(
         step.step.key,
         None if own_context is None else is_serializable,
         step.previous_attempt_count + 1,
-        frozenset() if assets is None else find_output_assets(step) & assets.keys,
+        written_assets,
+        frozenset() if assets is None else find_function_assets(assets) - written_assets,
     )
 
 

@@ -165,8 +165,8 @@ def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) 
 class EarlierSteps:
     """The steps of the runs on a branch that a running step repeats.
 
-    `keys` are the keys of these steps, with that of the running step. `finished_assets` are the assets that
-    they have materialized and that the running step does not write.
+    `keys` are the keys of these steps, with that of the running step. `finished_assets` are the outputs of
+    the step's function that they have materialized and that the running step does not write.
     """
 
     keys: frozenset[str]
@@ -174,23 +174,29 @@ class EarlierSteps:
 
 
 def load_earlier_steps(
-    instance: DagsterInstance, branch: str, step: str, assets: Collection[AssetKey]
+    instance: DagsterInstance,
+    branch: str,
+    step: str,
+    assets: Collection[AssetKey],
+    other_assets: Collection[AssetKey],
 ) -> EarlierSteps:
-    """Load which steps of the runs on a branch the step of a retry repeats. `assets` are the step's assets.
+    """Load which steps of the runs on a branch the step of a retry repeats.
 
-    A retry of single assets repeats a step with `can_subset=True` for the assets that failed. The step's
-    other assets keep the rows that the parent wrote. The parent's step may have another key: Dagster splits a
-    step if an asset of another step lies between its assets, and the retry may not need the split.
+    `assets` are the assets that the step writes, and `other_assets` the other outputs of its function. A
+    retry of single assets repeats a step with `can_subset=True` for the assets that failed. The step's other
+    assets keep the rows that the parent wrote. The parent's step may have another key: Dagster splits a step
+    if an asset of another step lies between its assets, and the retry may not need the split. Tables that are
+    not outputs of the function are not finished, also if its code has logged their materialization.
 
-    Cost: two queries to Dagster's event log per run.
+    Cost: a query to Dagster's event log per run, and another one if there are other outputs.
     """
     runs = load_runs_on_branch(instance, branch)
     keys = {step}.union(*(_load_planning_steps(instance, run.run_id, assets) for run in runs))
     finished_assets = {
         asset
-        for run in runs
+        for run in (runs if other_assets else ())
         for asset, _, step_key in iter_materializations(instance, run.run_id)
-        if step_key in keys and asset not in assets
+        if step_key in keys and asset in other_assets
     }
     return EarlierSteps(frozenset(keys), frozenset(finished_assets))
 
@@ -262,7 +268,7 @@ def undo_earlier_attempts(
     Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
     access to the lake by a step that was attempted before. `finished_tables` are the dotted names of tables
     that an earlier attempt has finished and that this attempt does not write; they stay as they are.
-    `earlier_keys` are the keys that the step had in earlier runs on the branch, if they differ from `step`.
+    `earlier_keys` are the keys that the step had in the runs on the branch. They may include `step`.
     `load_timeline` loads which steps could use Spark sessions; None if that is not known.
 
     Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each

@@ -214,6 +214,50 @@ def test_a_retry_of_single_assets_takes_out_what_a_step_with_another_key_wrote(
         assert (rows(p, namespace, "first"), rows(p, namespace, "last")) == ([1], [3])
 
 
+def append_row(lakehouse: LakehouseResource, key: dg.AssetKey, n: int) -> None:
+    catalog, frame = lakehouse.catalog(), pl.DataFrame({"n": [n]}).to_arrow()
+    catalog.create_namespace_if_not_exists((*key.path[:-1],))
+    catalog.create_table_if_not_exists((*key.path,), frame.schema).append(frame)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_table_whose_materialization_a_failed_step_logged_exists_once_after_a_retry(
+    lakehouse: Lakehouse, namespace: str, in_graph: bool
+) -> None:
+    side_key = dg.AssetKey([namespace, "side"])
+    attempts: list[int] = []
+
+    def write_side(context: dg.OpExecutionContext | dg.AssetExecutionContext) -> pl.DataFrame:
+        attempts.append(1)
+        append_row(context.resources.lakehouse, side_key, len(attempts))
+        context.log_event(dg.AssetMaterialization(side_key))
+        if len(attempts) == 1:
+            raise RuntimeError("after the materialization")
+        return pl.DataFrame({"n": [len(attempts)]})
+
+    @dg.op(required_resource_keys={"lakehouse"})
+    def first_op(context: dg.OpExecutionContext) -> int:
+        return write_side(context).height
+
+    @dg.op
+    def last_op(rows: int) -> pl.DataFrame:
+        return pl.DataFrame({"n": [rows]})
+
+    @dg.graph_asset(key=[namespace, "written"], metadata=FREE)
+    def by_graph() -> pl.DataFrame:
+        return last_op(first_op())  # type: ignore[no-any-return]
+
+    @dg.asset(key=[namespace, "written"], metadata=FREE, required_resource_keys={"lakehouse"})
+    def by_function(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return write_side(context)
+
+    side = dg.AssetSpec(side_key, metadata=FREE)
+    with project(lakehouse, by_graph if in_graph else by_function, side) as p:
+        child = retry(p, p.run(ok=False))
+        assert p.settle(child).state is RunState.PUBLISHED
+        assert rows(p, namespace, "side") == [2]
+
+
 @pytest.mark.parametrize("again", ["step", "run"])
 def test_files_that_a_failed_attempt_deleted_by_spark_are_back(
     lakehouse: Lakehouse, namespace: str, again: str
