@@ -22,6 +22,7 @@ from branchlake_dagster.internals.dagster import (
 )
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import find_running_step
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
 from branchlake_dagster.spark.session import find_application, is_connect
 from branchlake_dagster.stored_names import LakeProperty
@@ -190,15 +191,29 @@ class _SharedSessions:
                 session.conf.set(f"{_SNAPSHOT_PROPERTY}{LakeProperty.CODE_ATTEMPT}", str(attempt))
             self._steps[key] = (step, attempt)
 
-    def start_attempt(self, step: str, attempt: int) -> None:
+    def start_attempt(self, branch: str, step: str, attempt: int) -> None:
         """Let the sessions that an earlier attempt of the step has used in this process name this attempt.
 
-        The code may have kept such a session, and use it again without requesting it.
+        `branch` is the branch of the step's run. The code may have kept such a session, and use it again
+        without requesting it. Errors of Spark are logged, because the attempt may not need Spark: the next
+        `name_step` of the session raises them.
         """
         with self._lock:
-            keys = [key for key, (named_step, _) in self._steps.items() if named_step == step]
-            for key in keys:
-                self.name_step(key, step, attempt)
+            for key in list(self._steps):  # a finalizer that runs meanwhile may release a session
+                named_step, _ = self._steps.get(key, (None, None))
+                if key[0] != branch or named_step != step:
+                    continue
+                try:
+                    self.name_step(key, step, attempt)
+                except Exception as error:  # noqa: BLE001 - Spark's errors have no common type
+                    self._steps.pop(key, None)
+                    _log.warning(
+                        "A Spark session of branch %s cannot name attempt %d of step %s: %s",
+                        branch,
+                        attempt,
+                        step,
+                        error,
+                    )
 
     def find_application(self, key: tuple[str, str]) -> str | None:
         """Return the id of the Spark application in which the session of `key` runs; None if it is unknown.
@@ -244,7 +259,7 @@ _sessions = _SharedSessions()
 def _name_repeated_step(run_id: str) -> None:
     step = find_running_step(run_id)
     if step.key is not None and step.attempt > 1:
-        _sessions.start_attempt(step.key, step.attempt)
+        _sessions.start_attempt(run_branch_name(run_id), step.key, step.attempt)
 
 
 call_at_step_start(_name_repeated_step)
