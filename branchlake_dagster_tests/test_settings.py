@@ -320,6 +320,21 @@ def test_a_variable_that_dagster_cannot_read_for_a_field_is_refused_by_name(
     assert (refused.value.reason, refused.value.subject) == ("variable_unsupported", name)
 
 
+class RegionalLake(LakehouseResource):
+    """A lake with fields of its own, which are not settings."""
+
+    region: str = ""
+    rack: int = 0
+
+
+def test_fields_of_a_subclass_can_be_variables() -> None:
+    lake = RegionalLake(region=dg.EnvVar("LAKE_REGION"), rack=dg.EnvVar.int("LAKE_RACK"))
+    assert lake.effective() == LakehouseResource().effective()
+    with pytest.raises(ConfigurationError) as refused:
+        RegionalLake(region=dg.EnvVar("LAKE_REGION"), nessie_port=dg.EnvVar("LAKE_PORT"))
+    assert refused.value.subject == "nessie_port"
+
+
 def test_a_resource_whose_secret_is_missing_where_the_definitions_load_can_be_nested() -> None:
     lake = LakehouseResource(
         warehouse=dg.EnvVar("LAKE_WAREHOUSE"),

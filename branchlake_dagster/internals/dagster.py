@@ -28,6 +28,7 @@ from dagster import (
     AssetCheckKey,
     AssetKey,
     AssetObservation,
+    AssetsDefinition,
     DagsterError,
     DagsterEvent,
     DagsterEventType,
@@ -124,6 +125,7 @@ __all__ = [
     "call_at_step_start",
     "fail_backfill",
     "find_context_of_run",
+    "find_function_assets",
     "find_job_resources",
     "find_output_assets",
     "find_repository",
@@ -334,6 +336,11 @@ def find_output_assets(step: Any) -> frozenset[AssetKey]:
     """
     keys = (output.properties.asset_key for output in step.step.step_outputs)
     return frozenset(key for key in keys if key is not None)
+
+
+def find_function_assets(assets: AssetsDefinition) -> frozenset[AssetKey]:
+    """Return the assets that are outputs of a function or graph, also those that the run does not select."""
+    return frozenset(assets.node_keys_by_output_name.values())
 
 
 def loaded_inputs(graph: AssetGraph, key: AssetKey) -> set[AssetKey]:

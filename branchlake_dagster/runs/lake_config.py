@@ -79,7 +79,10 @@ def _is_variable(value: object) -> bool:
 
 
 def _require_variable_type(name: str, variable: object, annotation: Any) -> None:
-    """Raise ConfigurationError if Dagster cannot set a field of this type from this kind of variable."""
+    """Raise ConfigurationError if Dagster cannot set a field of this type from this kind of variable.
+
+    `annotation` is that of a field of LakeConfig: a type, or None.
+    """
     field_type = get_args(annotation)[0]
     if field_type is float:
         raise ConfigurationError(
@@ -106,8 +109,10 @@ def _read(name: str, value: Any) -> Any:
     """
     if not _is_variable(value):
         return value
-    found = value.get_value()
-    return value.env_var_name if found is None and name in Settings.secret_names() else found
+    variable_value = value.get_value()
+    if variable_value is None and name in Settings.secret_names():
+        return value.env_var_name
+    return variable_value
 
 
 class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
@@ -184,8 +189,9 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
         if isinstance(values, Mapping):
             require_known_fields(values, cls.model_fields, cls.__name__)
             for name, value in values.items():
-                if _is_variable(value):
-                    _require_variable_type(name, value, cls.model_fields[name].annotation)
+                # Fields that a subclass adds are not settings; Dagster validates their values.
+                if _is_variable(value) and name in LakeConfig.model_fields:
+                    _require_variable_type(name, value, LakeConfig.model_fields[name].annotation)
         return values
 
     @field_validator(*Settings.secret_names(), mode="before")
