@@ -263,6 +263,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.asset": f"{namespace}/t",
             "branchlake.code_version": "v3",
             "branchlake.code_of_step": f"{namespace}__t",  # the session's, which the asset's code uses too
+            "branchlake.code_attempt": "1",
             "branchlake.base_hash": base,
             "branchlake.write_mode": "upsert",
             "branchlake.keys": "kind,id",
