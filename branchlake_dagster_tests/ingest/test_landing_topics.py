@@ -234,7 +234,7 @@ def test_a_start_at_the_end_of_a_topic_without_partitions_is_recorded_at_once(
     land(folder, "a", values(1, 2), partition=3)
     (three,) = driver.look().topics["a"].partitions()
     assert driver.look().plan.ranges == {three: OffsetRange(0, 2)}
-    # A topic that was made again before anything was read is no loss.
+    # Nothing was read of the topic, so nothing is missing when it is made again.
     shutil.rmtree(folder / "a")
     Landing(folder).make_topic("a")
     assert driver.look().plan.must_record
