@@ -276,6 +276,29 @@ def test_the_messages_of_the_operations_page_are_those_of_the_product() -> None:
     assert missing == {}
 
 
+def missing_tests(page: Path) -> list[str]:
+    """The tests named as `file.py::test_name` that do not exist."""
+    missing = []
+    for file, name in re.findall(r"`([\w/]+\.py)::(test_\w+)`", prose(page)):
+        path = ROOT / "branchlake_dagster_tests" / file
+        if not path.exists() or not re.search(rf"^def {name}\(", path.read_text(), re.MULTILINE):
+            missing.append(f"{file}::{name}")
+    return missing
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_named_tests_exist(page: Path) -> None:
+    assert missing_tests(page) == []
+
+
+def test_a_missing_test_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`test_documents.py::test_a_missing_test_is_found` `test_documents.py::test_b` `c.py::test_c`\n"
+    )
+    assert missing_tests(page) == ["test_documents.py::test_b", "c.py::test_c"]
+
+
 def test_each_measured_figure_has_its_setting() -> None:
     history = json.loads((ROOT / "docs" / "benchmarks-history.json").read_text())
     fields = {"date", "commit", "benchmark", "setting", "measure", "value", "unit"}
