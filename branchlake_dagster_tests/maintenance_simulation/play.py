@@ -140,7 +140,8 @@ class Schedule:
             present.restore(world.server.history)
             world.note("backup too old", "files of it were deleted since")
             return
-        if self._has_lost_passes():
+        world.is_journal_behind = self._has_lost_passes()
+        if world.is_journal_behind:
             world.lost_files = frozenset(files - world.live_files())
             world.note("Nessie restored")
         else:

@@ -104,7 +104,7 @@ class World:
         self.lost_files: frozenset[str] = frozenset()
         """Files that a restored Nessie has lost, until a person has accepted the loss."""
         self.is_journal_behind = False
-        """Whether a collection had begun while the restored backup was made, so its marker is newer."""
+        """Whether a restored journal lacks passes that its marker counts, until a person has accepted the loss."""
         self.marker_passes = 0
         self._clients: list[NessieClient] = []
         self._folder = folder
