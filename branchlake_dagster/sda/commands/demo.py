@@ -29,7 +29,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
     settings, files = Settings(), [*catalogue, *more]
     with interrupts_for_us_alone():
         if not files:
-            print_progress("Ten runs, one of which the gate blocks: about 70 seconds on 2 idle cores.")
+            print_progress("Ten runs, one of which the gate blocks: 70 to 85 seconds on 2 idle cores.")
         starting = BackgroundServerStart(settings, say=print_progress)
         # Imported late, while the servers start, because the import takes as long.
         from branchlake_dagster.sda.commands.demo_run import print_result, run_demo
