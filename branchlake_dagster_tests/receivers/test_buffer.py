@@ -94,6 +94,18 @@ def test_a_full_roll_is_taken_before_its_age() -> None:
     asyncio.run(play())
 
 
+def test_a_roll_of_full_size_is_taken_before_its_age() -> None:
+    async def play() -> None:
+        buffer = Buffer(100, 1 << 30, Counts())
+        taking = asyncio.create_task(buffer.take(Roll(100, 2_000, 3_600)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            buffer.offer([record(bytes(900))], "oldest")
+        assert len(await asyncio.wait_for(taking, 30)) == 2  # 900 bytes, and 200 for the objects
+
+    asyncio.run(play())
+
+
 def test_what_is_old_enough_is_taken_alone() -> None:
     async def play() -> None:
         buffer = Buffer(100, 1 << 30, Counts())

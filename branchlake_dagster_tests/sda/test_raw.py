@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
+from branchlake_dagster.sda.assets.upkeep import live_freshness
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.graph.code_location import (
     DATA_MODE,
@@ -260,3 +261,10 @@ def test_another_place_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv(LIVE_SENSORS, "pulsar")
     with raising(ConfigurationError, "'pulsar'"):
         build_definitions(Settings(state_dir=tmp_path))
+
+
+@pytest.mark.parametrize(("lateness_s", "minutes"), [(0.1, 5), (30.0, 5), (600.0, 20), (86_400.0, 2_880)])
+def test_a_raw_table_without_new_rows_warns_after_twice_the_lateness(lateness_s: float, minutes: int) -> None:
+    window = timedelta(minutes=minutes)
+    expected = dg.FreshnessPolicy.time_window(fail_window=3 * window, warn_window=window)
+    assert live_freshness(lateness_s) == expected
