@@ -142,7 +142,7 @@ class Schedule:
             return
         world.is_journal_behind = self._has_lost_passes()
         if world.is_journal_behind:
-            world.lost_files = frozenset(files - world.live_files())
+            world.lost_files = (world.lost_files | files) - world.live_files()
             world.note("Nessie restored")
         else:
             world.note("Nessie restored, unnoticed")
@@ -193,7 +193,7 @@ class Schedule:
             self._spawn("end", actor)
             world.scheduler.run()
         self._check()
-        if world.lost_files or world.is_journal_behind:
+        if world.is_journal_behind:
             self._collect()  # refused, until a person has accepted the loss
             world.lost_files, world.is_journal_behind = frozenset(), False
             self._collect(adopt_journal=True)

@@ -435,8 +435,7 @@ class Players:
             try:
                 result = collector.run(adopt_journal=adopt_journal)
             except JournalLost as error:
-                is_expected = world.lost_files or world.is_journal_behind
-                world.require(is_expected, f"a collection reports {error!r}")
+                world.require(world.is_journal_behind, f"a collection reports {error!r}")
                 world.note("journal lost")
                 return
             except WarehouseShared as error:
